@@ -36,7 +36,7 @@ def to_tensor(name: str, value: Any) -> Tensor:
             try:
                 value = np.asarray(value, dtype=object)
             except ValueError:
-                text = f"{name} must be rows of equal length; got a ragged list."
+                text = f"{name} must be rows of equal length; got a ragged list. Pad it."
                 raise TypeError(text) from None
     if not isinstance(value, Tensor):
         value = _from_numpy(name, to_numpy(value))
@@ -55,7 +55,8 @@ def regular(name: str, tensor: Tensor) -> Tensor:
         TypeError: If there is none, or its layout is not dense.
     """
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(f"{name} must be dense; got layout {tensor.layout}, {tensor.dtype}.")
+        text = f"{name} must be dense; got layout {tensor.layout}, {tensor.dtype}"
+        raise TypeError(f"{text}. Call .to_dense() or .dequantize().")
     return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 

@@ -217,7 +217,8 @@ def check_tolerance(value: float | None) -> None:
     if value is not None:
         check_number("tolerance", value)
         if not 0 <= value < math.inf:
-            raise ValueError(f"tolerance must be a share of the loss, at least 0; got {value}.")
+            text = f"tolerance must be a share of the loss, at least 0; got {value}"
+            raise ValueError(f"{text}. None takes all steps.")
 
 
 def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = "") -> None:
@@ -242,5 +243,6 @@ def check_probs(name: str, probs: object) -> Tensor:
     """Convert a list of probabilities to a tensor ``(Q,)``; raise unless they lie in [0, 1]."""
     values = torch.as_tensor(probs)
     if values.dim() != 1 or not values.numel() or not bool(((values >= 0) & (values <= 1)).all()):
-        raise ValueError(f"{name} must be a list of numbers between 0 and 1; got {probs!r}.")
+        text = f"{name} must be a list of numbers between 0 and 1; got {probs!r}"
+        raise ValueError(f"{text}. Give one as [0.5].")
     return values

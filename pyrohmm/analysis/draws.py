@@ -82,7 +82,7 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
     if one.keys() != (names := latent_sites(trace)[0].keys()):
         wrong = ", ".join(one.keys() ^ names)
         text = f"samples must be of the latent variables, {', '.join(names)}"
-        raise ValueError(f"{text}; {wrong} are lacking, or unknown to the model.")
+        raise ValueError(f"{text}; {wrong} are lacking or unknown. Give them all.")
     plates = sequence_plates(model, data, trace)
     for name in one.keys() - plates.keys():
         found, wanted = tuple(one[name].shape), tuple(trace.nodes[name]["fn"].shape())
@@ -280,9 +280,8 @@ class PosteriorDraws:
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape[:2]) for name, value in self.parameters.items()}
         if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):
-            raise ValueError(
-                f"parameters must have shape (C, S, ...), chains first; they begin with {shapes}."
-            )
+            text = f"parameters must have shape (C, S, ...), chains first; they begin with {shapes}"
+            raise ValueError(f"{text}. Add a chain by unsqueeze(0).")
 
     @classmethod
     def of(

@@ -50,7 +50,7 @@ class Perplexity(NamedTuple):
 
     @classmethod
     def of(cls, log_evidence: float, num_tokens: int) -> Perplexity:
-        """Perplexity of a log evidence in nats over so many observed steps.
+        """Perplexity ``exp(-log_evidence / num_tokens)`` of a log evidence in nats.
 
         Example:
             >>> print(Perplexity.of(-2 * math.log(3), 2))

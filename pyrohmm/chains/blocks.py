@@ -171,9 +171,8 @@ class BlockChain(MarkovChain):
             check_shape("transition", transition, (size, size), "(K, K)")
             check_same_device({"log_initial": self.log_initial, "transition": transition})
         elif not torch.equal(transition.blocks.sizes, blocks.sizes):
-            raise ValueError(
-                f"transition must be of the HMM's blocks, {blocks!r}; got {transition.blocks!r}."
-            )
+            text = f"transition must be of the HMM's blocks, {blocks!r}; got {transition.blocks!r}"
+            raise ValueError(f"{text}. Build it with those.")
 
     def refuse_nan(self, *logs: Any) -> None:
         """Raise if a parameter or log-likelihood is NaN."""

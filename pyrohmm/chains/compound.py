@@ -38,11 +38,12 @@ class FactorialPosterior(NamedTuple):
 
 
 def check_product(sizes: Sequence[int]) -> None:
-    """Raise if chains of so many states have more product states than a matrix can hold."""
+    """Raise if chains of ``sizes`` states have more product states than a matrix can hold."""
     if (count := math.prod(sizes)) > MOST:
         raise ValueError(
             f"{len(sizes)} chains of {max(sizes)} or fewer states have {count:,} product states; "
-            f"wanted at most {MOST:,}, as their matrix takes {8 * count**2:,} bytes."
+            f"wanted at most {MOST:,}, as their matrix takes {8 * count**2:,} bytes. Use fewer "
+            "chains or states."
         )
 
 

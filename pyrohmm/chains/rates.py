@@ -147,7 +147,7 @@ class RateChain(MarkovRecursions):
         super().check_shapes()
         check_real("times", self.times)
         if self.times.dim() == 0:
-            raise ValueError("times must have shape (*B, T); got shape ().")
+            raise ValueError("times must have shape (*B, T); got shape (). Give one for each step.")
         if self.exact_entry is not None:
             check_booleans("exact_entry", self.exact_entry)
             check_shape("exact_entry", self.exact_entry, self.rates.shape[-1:], "(K,)")

@@ -107,7 +107,7 @@ class SemiMarkovChain(Chain):
         return total
 
     def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
-        """Counts of segments and transitions of paths; durations of cut segments are sampled."""
+        """Counts of durations and transitions in paths; censored durations are sampled."""
         counts = super().path_counts(states, exists)
         if not self.censored_end or self.censored_start:
             return counts
@@ -189,7 +189,7 @@ class SemiMarkovChain(Chain):
         return self.parameters | {"log_initial": initial}
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
-        """Expected counts; a segment that is cut counts with the whole durations it may have."""
+        """Expected counts; a censored segment counts under each whole duration that it may have."""
         return semi_markov.expected_counts(
             *self.tables, log_likelihood, lengths, self.censored_end, self.censored_start
         )

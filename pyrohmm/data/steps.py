@@ -162,14 +162,15 @@ def checked_lengths(lengths: Any, num_rows: int) -> Tensor:
     check_lengths(lengths, num_rows)
     if (total := int(lengths.sum())) != num_rows:
         text = f"lengths must sum to the number of rows of values, {num_rows}"
-        raise ValueError(f"{text}; they sum to {total}.")
+        raise ValueError(f"{text}; they sum to {total}. Count the rows of each sequence.")
     return lengths
 
 
 def check_num_rows(name: str, shape: tuple[int, ...], num_rows: int) -> None:
     """Raise unless ``shape`` has as many rows as the values."""
     if shape[:1] != (num_rows,):
-        raise ValueError(f"{name} must have {num_rows} rows, as values; got shape {shape}.")
+        text = f"{name} must have {num_rows} rows, as values; got shape {shape}"
+        raise ValueError(f"{text}. Give one for each step.")
 
 
 def firsts(lengths: Tensor) -> Tensor:
@@ -223,7 +224,8 @@ def joined_steps(
         raise ValueError("sequences is empty; wanted at least one sequence.")
     shapes = {tuple(steps.shape[1:]) for steps, _ in parts if steps is not None}
     if len(shapes) > 1:
-        raise ValueError(f"sequences must share one event shape; got {sorted(shapes)}.")
+        text = f"sequences must share one event shape; got {sorted(shapes)}"
+        raise ValueError(f"{text}. Give all steps as many components.")
     example = next((steps for steps, _ in parts if steps is not None), torch.zeros(1))
     rows = [
         example.new_zeros(len(known), *example.shape[1:]) if steps is None else steps
@@ -262,12 +264,12 @@ def padded_part(name: str, part: Any, values: Tensor) -> Tensor:
     shape = tuple(values.shape[:2])
     if tuple(part.shape[:2]) != shape:
         text = f"{name} must have shape (N, T, ...) = {shape}, as values"
-        raise ValueError(f"{text}; got shape {tuple(part.shape)}.")
+        raise ValueError(f"{text}; got shape {tuple(part.shape)}. Pad it as the values.")
     return part.to(values.device)
 
 
 def checked_rows(rows: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
-    """Packed values and what belongs to them, checked; without a mask of steps all observed."""
+    """Check packed values, masks, labels, covariates and times; drop a mask that is all True."""
     found = {name: part.to(rows["values"].device) for name, part in rows.items()}
     for name, check in CHECKS.items():
         if name in found:
@@ -314,7 +316,7 @@ def _check_mask(observed: Tensor, lengths: Tensor) -> None:
 
 
 def _check_numbers(name: str, part: Tensor, num_dims: int = 1) -> None:
-    """Raise unless packed rows have so many dimensions."""
+    """Raise unless packed rows ``(M, *)`` have ``num_dims`` dimensions."""
     if part.dim() != num_dims:
         wanted = "(N, T)" if num_dims == 1 else "(N, T, C)"
         raise ValueError(

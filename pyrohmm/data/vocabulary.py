@@ -51,9 +51,13 @@ class Vocabulary(tuple[str, ...]):
             raise ValueError("symbols is empty; wanted at least one symbol.")
         if len(self._codes) < len(self):
             twice = Counter(self).most_common(1)[0][0]
-            raise ValueError(f"symbols must be distinct; {twice!r} occurs more than once.")
+            text = f"symbols must be distinct; {twice!r} occurs more than once"
+            raise ValueError(f"{text}. Pass each once, by dict.fromkeys(symbols).")
         if not (unknown is None or callable(unknown) or unknown in self):
-            raise ValueError(f"unknown must be one of the symbols, or a function; got {unknown!r}.")
+            raise ValueError(
+                f"unknown must be one of the symbols, or a function; got {unknown!r}. Add it to "
+                "symbols."
+            )
         return self
 
     @classmethod

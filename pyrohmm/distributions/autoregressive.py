@@ -80,9 +80,8 @@ class Autoregressive(OwnChecks):
         check_tensor("history", history)
         lead = history.shape[: history.dim() - len(event)]
         if history.shape[len(lead) :] != event or lead[-1:] not in ((0,), (lags,)):
-            raise ValueError(
-                f"history must be (*B, L, *E), L = {lags}; got {tuple(history.shape)}."
-            )
+            text = f"history must be (*B, L, *E), L = {lags}; got {tuple(history.shape)}"
+            raise ValueError(f"{text}. Pass the last L steps.")
         self.initial, self.lags = initial, lags
         self._history = history if lead[-1] else None
         self._own_batch = torch.Size(batch_shape)
@@ -208,7 +207,8 @@ class Autoregressive(OwnChecks):
             wrong = int((~seen.all(-1)).sum())
             raise ValueError(
                 f"the last {self.lags} steps of every sequence must exist and be observed; {wrong} "
-                f"of {seen[..., 0].numel()} sequences lack some."
+                f"of {seen[..., 0].numel()} sequences lack some. Drop those sequences, or fill in "
+                "the steps."
             )
         index = last.reshape(*last.shape, *(1,) * len(event)).expand(*last.shape, *event)
         other, history = copy.copy(self), values.gather(len(lead), index)
@@ -285,7 +285,8 @@ class AutoregressiveCategorical(Autoregressive):
     ) -> None:
         if not (is_categorical(initial) and is_categorical(tables)):
             kinds = [type(part).__name__ for part in (initial, tables)]
-            raise TypeError(f"initial and tables must be Categorical; got {' and '.join(kinds)}.")
+            text = f"initial and tables must be Categorical; got {' and '.join(kinds)}"
+            raise TypeError(f"{text}. Wrap probabilities by Categorical(probs).")
         self.num_symbols = tables.param_shape[-1]
         lags = _num_lags(self.num_symbols, tables.batch_shape[-1] if tables.batch_shape else 0)
         shapes = initial.batch_shape[-1:], tables.batch_shape[-2:-1]

@@ -427,7 +427,8 @@ def _ends(lengths: Tensor, num_steps: int | None) -> tuple[int, int]:
     """Smallest and largest length; 1 and ``num_steps`` within vmap and export, which hide them."""
     if torch._C._functorch.is_batchedtensor(lengths) or exporting():
         if num_steps is None:
-            raise ValueError("num_steps must be given within vmap over lengths, and torch.export.")
+            text = "num_steps must be given within vmap over lengths, and torch.export"
+            raise ValueError(f"{text}. Pass T, with padding.")
         return 1, num_steps
     if torch._C._are_functorch_transforms_active():
         low, high = torch.aminmax(lengths)
@@ -455,7 +456,8 @@ def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:
     """Raise unless the emission is batched over states, and if ``per_step`` over steps."""
     kind = type(emission).__name__
     if not isinstance(emission, Distribution) and not hasattr(type(emission), "distribution"):
-        raise TypeError(f"emission must be a distribution batched over the K states; got {kind}.")
+        text = f"emission must be a distribution batched over the K states; got {kind}"
+        raise TypeError(f"{text}. Pass one such as Normal(loc, scale), with (K,) parameters.")
     base = emission
     while hasattr(base, "base_dist"):
         base = base.base_dist

@@ -177,7 +177,8 @@ class ContinuousTimeHMM(HMM):
         wrong = ~((gaps >= 0) & (gaps < torch.inf))
         if self._validate_args and not transforming() and bool(wrong.any()):
             got = gaps[wrong][0].item()
-            raise ValueError(f"gaps must be finite and not negative; got {got:g}.")
+            text = f"gaps must be finite and not negative; got {got:g}"
+            raise ValueError(f"{text}. Take differences of times in order.")
         shape = *self.rates.shape[:-2], *(1,) * gaps.dim(), *self.rates.shape[-2:]
         return self.rates.reshape(shape)
 
@@ -227,9 +228,8 @@ class ContinuousTimeHMM(HMM):
         self.chain.check_rates("passage_times")
         wanted, every = torch.as_tensor(states).cpu().reshape(-1), torch.arange(size)
         if wanted.dtype not in INTEGERS or not len(wanted) or not torch.isin(wanted, every).all():
-            raise ValueError(
-                f"states must be some of 0 to K - 1 = {size - 1}; got {wanted.tolist()}."
-            )
+            text = f"states must be some of 0 to K - 1 = {size - 1}; got {wanted.tolist()}"
+            raise ValueError(f"{text}. Count them from 0.")
         target = torch.isin(every, wanted).to(rates.device)
         reached = ((rates > 0) & ~target.unsqueeze(-1)) | diagonal(rates)
         for _ in range(size.bit_length()):  # by paths of 2, 4, ... transitions
@@ -292,7 +292,8 @@ class ContinuousTimeHMM(HMM):
         gaps = times.to(ends) - ends
         checked = self._validate_args and not transforming()
         if checked and not bool((finite := times.isfinite()).all()):
-            raise ValueError(f"times must be finite; got {times[~finite][0].item()}.")
+            text = f"times must be finite; got {times[~finite][0].item()}"
+            raise ValueError(f"{text}. Far ahead states are as hmm.stationary().")
         if checked and bool((early := gaps < 0).any()):
             end, gap = ends.expand_as(gaps)[early][0].item(), gaps[early][0].item()
             raise ValueError(

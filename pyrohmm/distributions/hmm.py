@@ -262,7 +262,7 @@ class HMM(ChainDistribution):
         if not torch.equal(order.sort().values, torch.arange(self.num_states).to(order)):
             raise ValueError(
                 f"order must hold each state from 0 to K - 1 = {self.num_states - 1} once; got "
-                f"{order.tolist()}."
+                f"{order.tolist()}. Give a permutation, such as scores.argsort()."
             )
         emission = self.emission
         autoregressive = isinstance(emission, Autoregressive)

@@ -113,7 +113,8 @@ class SparseDirichlet(_Sparse):
         super().__init__(allowed, validate_args, concentration=concentration)
         if not bool(allowed.any(-1).all()):
             row = (~allowed.any(-1)).nonzero()[0].tolist()
-            raise ValueError(f"allowed must have a True in each row; row {row} has none.")
+            text = f"allowed must have a True in each row; row {row} has none"
+            raise ValueError(f"{text}. Allow an entry there.")
 
     @property
     def support(self) -> constraints.Constraint:
@@ -199,7 +200,7 @@ class _SparseStickBreaking(_FromVector):
         self.offset = rest.clamp(min=1)[self.free].log()  # so that zeros are even shares
 
     def _break(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Stick-breaking share at each break, and the logarithm of what is left before it.
+        """Stick-breaking share at each break, and the log of the stick left before it.
 
         Shares that round to one leave something all the same, which only the logarithm shows.
         """

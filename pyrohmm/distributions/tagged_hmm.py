@@ -132,8 +132,8 @@ class TaggedSymbols(BlockSymbols):
         num_tags = self.log_tags.size(-1)
         if low < -1 or high >= num_tags:
             raise ValueError(
-                f"tags must lie between 0 and Y - 1 = {num_tags - 1}, or be -1 where they are "
-                f"not known; got values from {low} to {high}."
+                f"tags must lie between 0 and Y - 1 = {num_tags - 1}, or be -1 where they are not "
+                f"known; got values from {low} to {high}. Count tags from 0."
             )
         return words, tags
 

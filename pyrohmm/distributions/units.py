@@ -212,7 +212,10 @@ class InverseWishart(OwnChecks):
         dim = scale.size(-1)
         check_trailing("scale", scale, (dim, dim), "(D, D)")
         if not dim - 1 < degrees < math.inf:
-            raise ValueError(f"degrees must be above D - 1 = {dim - 1} and finite; got {degrees}.")
+            raise ValueError(
+                f"degrees must be above D - 1 = {dim - 1} and finite; got {degrees}. D + 1 is a "
+                "weak prior."
+            )
         self.degrees, self.scale = float(degrees), scale
         super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)
         if self._validate_args and not bool(constraints.positive_definite.check(scale).all()):

@@ -78,9 +78,8 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
                 (keys, counts), parts = _merged([(keys, counts), *parts]), []
     keys, counts = _merged([(keys, counts), *parts])
     if len(keys) == 0:
-        raise ValueError(
-            f"data has no two observed steps {lag} apart in one sequence; nothing to count."
-        )
+        text = f"data has no two observed steps {lag} apart in one sequence; nothing to count"
+        raise ValueError(f"{text}. Give a smaller lag, or longer sequences.")
     columns = *np.divmod(keys, num_symbols), counts
     first, second, number = (torch.from_numpy(column).to(device) for column in columns)
     return Pairs(first, second, number, num_symbols, lag)
@@ -95,7 +94,8 @@ def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
     """Pair codes a V + b of symbols (a, b), for some sequences at a time."""
     check_integers("values of data", data.known_values)
     if len(data.shape) != 2:
-        raise ValueError(f"values of data must be (N, T) symbols; got {data.shape}.")
+        text = f"values of data must be (N, T) symbols; got {data.shape}"
+        raise ValueError(f"{text}. Encode each step as one symbol.")
     symbols, known = cast(Tensor, data.packed("values")), data.known
     number = torch.arange(len(data)).repeat_interleave(data.lengths).to(symbols.device)
     both = known[:-lag] & known[lag:] & (number[:-lag] == number[lag:])
@@ -277,7 +277,9 @@ def _targets(
             raise ValueError(f"{text}. Give them to count_pairs.")
         return [data] if isinstance(data, Pairs | Tensor) else list(data), []
     if data.covariates is not None:
-        raise ValueError("data has covariates, and pairs need one distribution for all steps.")
+        raise ValueError(
+            "data must have no covariates, as pairs share a distribution. Leave them out."
+        )
     notes = ["the labels of the data were not used: pairs have none"] if data.num_labelled else []
     if num_symbols is None:
         with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
@@ -296,7 +298,8 @@ def _symbol_probs(emission: Any) -> Tensor:
 def _weight(target: Target, loss: Loss) -> float:
     """Default weight of a loss, which makes it (nearly) minus a log-likelihood of all pairs."""
     if not isinstance(target, Pairs):
-        raise ValueError("weight must be given for dense shares as data, which are not counts.")
+        text = "weight must be given for dense shares as data, which are not counts"
+        raise ValueError(f"{text}. Give the number of pairs.")
     if loss is squared_distance:
         return target.total / (2 * target.squares)
     return float(target.total)

@@ -125,7 +125,7 @@ class Coordinates:
 
     @classmethod
     def of(cls, name: str, estimate: Tensor, support: Any, unit: float = 1.0) -> Coordinates:
-        """Coordinates of a parameter with the support ``support``; ``unit`` is that of the data."""
+        """Unconstrained coordinates of a parameter in ``support``; ``unit`` is that of the data."""
         estimate, base, named = estimate.detach().double(), support, type(support).__name__
         while isinstance(base, constraints.independent):
             base = base.base_constraint

@@ -192,7 +192,8 @@ def _check(
     """Raise unless arguments of :func:`fit_em` are of their types and in their ranges."""
     check_tolerance(tolerance)
     if not 0.5 <= decay <= 1.0:
-        raise ValueError(f"decay must lie between 0.5 and 1, so that EM converges; got {decay}.")
+        text = f"decay must lie between 0.5 and 1, so that EM converges; got {decay}"
+        raise ValueError(f"{text}. 0.7 suits most data.")
     for name in ("num_iterations", "restarts", "batch_size"):
         if others[name] is not None:
             check_size(name, others[name])
@@ -203,7 +204,10 @@ def _check(
             f"module must be an HMMModule or an HMM; got {type(module).__name__}.{cure}"
         )
     if log_prior is not None and not callable(log_prior):
-        raise TypeError(f"log_prior must be callable; got {type(log_prior).__name__}.")
+        raise TypeError(
+            f"log_prior must be callable; got {type(log_prior).__name__}. Give "
+            "DiversityPrior(...), or a function of the HMM."
+        )
     fits = isinstance(module, TransitionCounts) and isinstance(log_prior, TransitionPrior)
     if transition_step is not None and not fits:
         raise ValueError(

@@ -98,7 +98,8 @@ def fit_gibbs(
     """
     arguments = dict(locals())
     if not isinstance(module, HMMModule):
-        raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
+        text = f"module must be an HMMModule; got {type(module).__name__}"
+        raise TypeError(f"{text}. Give one such as TabularHMM(K, normal()).")
     check_sequences("data", data)
     check_size("num_chains", num_chains)
     check_size("num_temperatures", num_temperatures)

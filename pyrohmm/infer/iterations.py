@@ -186,9 +186,8 @@ class Loop(FitLoop):
                     f"data: sequence {where} of this batch has probability zero; check for symbols "
                     "or transitions that no path allows, or give priors that rule none out."
                 )
-        raise FloatingPointError(
-            f"the loss is {loss[0].item()}; the prior has density zero at the parameters."
-        )
+        text = f"the loss is {loss[0].item()}; the prior has density zero at the parameters"
+        raise FloatingPointError(f"{text}. Give a start inside its support, or a wider prior.")
 
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""

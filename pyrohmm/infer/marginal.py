@@ -60,7 +60,8 @@ class Marginal:
         stacks = [site["cond_indep_stack"] for site in self.random.values()]
         plates = {stack[0].name if stack else "(outside)" for stack in stacks}
         if len(plates) != 1:
-            raise ValueError(f"random must name variables in one plate; got {sorted(plates)}.")
+            text = f"random must name variables in one plate; got {sorted(plates)}"
+            raise ValueError(f"{text}. Leave out those of others.")
         self.plated = bool(stacks[0])
         self.members = stacks[0][0].size if self.plated else 1
         priors = {name: site["fn"] for name, site in self.random.items()}

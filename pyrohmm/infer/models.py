@@ -166,7 +166,8 @@ def unweighted(module: Any) -> dict[str, Linear]:
 def check_returns_hmm(hmm: Any) -> HMM:
     """Raise unless the value that a model returned is an HMM; return it."""
     if not isinstance(hmm, HMM):
-        raise TypeError(f"the model must `return` the HMM it built; got {type(hmm).__name__}.")
+        text = f"the model must `return` the HMM it built; got {type(hmm).__name__}"
+        raise TypeError(f"{text}. End it with `return hmm`.")
     return hmm
 
 
@@ -203,7 +204,8 @@ class MarginalModel(OwnParameters):
     def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
+            text = f"module must be an HMMModule; got {type(module).__name__}"
+            raise TypeError(f"{text}. Give one such as TabularHMM(K, normal()).")
         self.module = module
         self.log_prior = log_prior
 

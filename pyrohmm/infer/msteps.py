@@ -210,7 +210,7 @@ class _Searching:
     def __call__(
         self, rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
     ) -> Tensor:
-        """Improve transition matrices by ascents from one or many starts."""
+        """M-step of transition matrices: the best end of one or many ascents."""
         counts = _significant(counts.detach().double())
         climb = partial(self._climb, counts=counts, prior=prior, allowed=allowed)
         end = climb(rows.detach().double())

@@ -118,8 +118,10 @@ class Parameters:
         values = {name.removeprefix("module."): value for name, value in values.items()}
         absent = [name for name in self.sites if name not in values]
         if absent:
-            raise ValueError(f"start has no value for {', '.join(absent)}; it has "
-                             f"{', '.join(values) or 'none'}.")  # fmt: skip
+            raise ValueError(
+                f"start has no value for {', '.join(absent)}; it has "
+                f"{', '.join(values) or 'none'}. Give one for each."
+            )
         for name in (self.fitted.keys() - self.sites.keys()) & values.keys():
             self.update({name: values[name].unsqueeze(0)})
         for name, site in self.sites.items():
@@ -339,7 +341,7 @@ class Extrapolation:
 
     @torch.no_grad()
     def undo(self, worse: Tensor) -> bool:
-        """Reject the extrapolations that are ``worse``, ``(R,)``, and lengthen steps after others.
+        """Undo SQUAREM extrapolations of ``worse`` restarts ``(R,)``; others may step farther next.
 
         Args:
             worse: Whether a proposal has lowered the log joint density, or has none.

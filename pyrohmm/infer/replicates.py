@@ -120,7 +120,7 @@ class Bootstrap:
         return {name: value.detach() for name, value in values.items()}
 
     def std_errors(self) -> dict[str, Tensor]:
-        """Standard deviations of the parameters over the replicates; NaN for what is held."""
+        """Standard deviations of parameters over replicates; NaN of those held at a boundary."""
         return {name: self._masked(name, value.std(0)) for name, value in self.parameters.items()}
 
     def _masked(self, name: str, limit: Tensor) -> Tensor:

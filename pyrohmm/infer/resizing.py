@@ -150,10 +150,13 @@ def _check_plain(hmm: HMM, *states: int) -> None:
     hmm.check_constant("another number of states")
     dims = hmm.log_initial.dim(), hmm.log_transition.dim(), len(hmm.emission.batch_shape)
     if dims != (1, 2, 1):
-        raise ValueError("hmm must have one set of parameters, without batch dimensions.")
+        text = f"hmm must have one set of parameters, without batch dimensions; got {hmm}"
+        raise ValueError(f"{text}. Choose one restart or sample.")
     for state in states:
         if not 0 <= state < hmm.num_states:
-            raise ValueError(f"a state must be below K = {hmm.num_states}; got {state}.")
+            raise ValueError(
+                f"a state must be below K = {hmm.num_states}; got {state}. Count states from 0."
+            )
 
 
 def _resized(part: Any, num_states: int, change: Change) -> Any:

@@ -84,7 +84,8 @@ def agreement(samples: Tensor) -> Agreement:
 def rhat_of(samples: Tensor) -> Tensor:
     """Rank-normalised split R-hat of each component, NaN of those that are constant."""
     if samples.size(1) < 4:
-        raise ValueError(f"samples must be at least 4 of each chain; got {samples.size(1)}.")
+        text = f"samples must be at least 4 of each chain; got {samples.size(1)}"
+        raise ValueError(f"{text}. Draw more by num_samples.")
     shape, half = samples.shape[2:], samples.size(1) // 2
     if len(samples) == 1:  # ArviZ compares chains, and splits each of them
         samples = torch.cat([samples[:, :half], samples[:, -half:]])

@@ -309,7 +309,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
 
 
 def _kinds(parameters: Parameters, maximize: Maximization) -> list[Start]:
-    """Kinds of start, which take turns.
+    """Start functions of successive restarts, which take turns.
 
     There are no clusters of symbols, nor where emissions cannot be maximised given them.
     """
@@ -320,7 +320,7 @@ def _kinds(parameters: Parameters, maximize: Maximization) -> list[Start]:
 
 
 def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> Values:
-    """Initial values of several starts, whose kinds take turns; the first depends on no other."""
+    """Initial values of restarts by start functions in turn; the first depends on no other."""
     kinds = _kinds(parameters, maximize)
     kind_of, later = [kinds[r % len(kinds)] for r in range(restarts)], range(1, restarts)
     groups = [[0], *([r for r in later if kind_of[r] is k] for k in dict.fromkeys(kind_of[1:]))]

@@ -451,7 +451,7 @@ def _listed(names: list[str]) -> str:
 def normal_quantile(level: float) -> float:
     """Half the width, in standard errors, of a normal interval of ``level``."""
     if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1; got {level}.")
+        raise ValueError(f"level must be between 0 and 1; got {level}. For 95 % give 0.95.")
     return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.double)).item()
 
 

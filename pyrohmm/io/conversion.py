@@ -300,7 +300,8 @@ def to_ctrlg(hmm: HMM, directory: str | Path, end: int) -> None:
     """
     hmm.check_constant("to_ctrlg")
     if not is_categorical(hmm.emission) or any(hmm.chain.batch_shape):
-        raise ValueError("hmm must have states that emit symbols, and no batch of parameters.")
+        text = f"hmm must emit symbols and have no batch of parameters; got {hmm}"
+        raise ValueError(f"{text}. Choose one restart or sample of a Categorical emission.")
     tensors = {"alpha_exp": hmm.log_transition.exp(), "gamma": hmm.log_initial}
     tensors["beta"] = log_probs(hmm.emission)
     count = tensors["beta"].size(-1)

@@ -123,7 +123,8 @@ def _to_bytes(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         ready[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     if json.loads(json.dumps(meta, allow_nan=False)) != meta:
-        raise TypeError("meta must be plain data of JSON: lists and string keys, no tuples.")
+        text = "meta must be plain data of JSON: lists and string keys, no tuples"
+        raise TypeError(f"{text}. Convert tuples by list().")
     head = {"format": FORMAT, "version": VERSION, "checksum": _checksum(ready, meta)}
     return safetensors.torch.save(ready, {FORMAT: json.dumps(head | {"meta": meta})})
 
@@ -198,7 +199,8 @@ def check_directory(directory: FilePath) -> None:
     """
     target = Path(os.path.realpath(directory))
     if not target.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {target.parent} to make {target.name} in.")
+        text = f"there is no directory {target.parent} to make {target.name} in"
+        raise FileNotFoundError(f"{text}. Make it first.")
     if target.exists():
         _check_replaceable(target)
     with tempfile.TemporaryDirectory(prefix=".pyrohmm-", dir=target.parent):

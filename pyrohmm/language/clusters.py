@@ -110,7 +110,7 @@ def brown(
     if num_clusters > len(order):
         raise ValueError(
             f"num_clusters must be at most the number of words that occur in pairs, {len(order)}; "
-            f"got {num_clusters}."
+            f"got {num_clusters}. Ask for fewer."
         )
     rank = np.empty(pairs.num_symbols, np.int64)
     rank[order] = np.arange(len(order))

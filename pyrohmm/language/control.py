@@ -175,7 +175,7 @@ class ConstraintProcessor:
         if tokens.numel() > ahead.max_tokens or ahead.end in tokens.tolist():
             raise ValueError(
                 f"tokens must be at most max_tokens = {ahead.max_tokens}, without the end; got "
-                f"{tokens.tolist()}."
+                f"{tokens.tolist()}. Pass a larger max_tokens."
             )
         probs = self._log_initial.exp().unsqueeze(0)
         with torch.no_grad():

@@ -360,7 +360,8 @@ class LanguageModel:
             ['a', 'is']
         """
         if isinstance(sentence, str | bytes):
-            raise TypeError("sentence must be a list of words, with None for each missing one.")
+            text = "sentence must be a list of words, with None for each missing one"
+            raise TypeError(f"{text}. Split a string by .split().")
         words = [each for item in sentence for each in ([None] if item is None else item.split())]
         check_size("the number of words of sentence", len(words))
         return self.steer(template(*words), len(words)).sample(count, generator)

@@ -60,12 +60,14 @@ class Emissions:
         self.num_states, self.device = hmm.num_states, hmm.log_initial.device
         in_blocks = isinstance(hmm, BlockHMM)
         if any(hmm.chain.batch_shape) or not (in_blocks or is_categorical(hmm.emission)):
-            raise ValueError("hmm must have states that emit symbols, and no batch of parameters.")
+            text = f"hmm must emit symbols and have no batch of parameters; got {hmm}"
+            raise ValueError(f"{text}. Choose one restart or sample of a Categorical emission.")
         table = hmm.log_emission if in_blocks else hmm.emission.probs.mT  # (V, width)
         self.num_tokens, self.classes = len(table), classes
         if len(classes) != len(table):
             raise ValueError(
-                f"hmm must have the {len(classes)} tokens of the vocabulary; it has {len(table)}."
+                f"hmm must have the {len(classes)} tokens of the vocabulary; it has {len(table)}. "
+                "Use that of its data."
             )
         owner, sizes = torch.zeros_like(classes), torch.tensor([self.num_states])
         if in_blocks:
@@ -456,9 +458,8 @@ class Steering:
         """Next-state log-probabilities ``(K,)``, automaton state and word count after a prompt."""
         codes = encode([prompt], self.vocabulary, "prompt").values[0, :-1]
         if len(codes) > self.max_words:
-            raise ValueError(
-                f"prompt must have at most max_words = {self.max_words} words; got {len(codes)}."
-            )
+            text = f"prompt must have at most max_words = {self.max_words} words; got {len(codes)}"
+            raise ValueError(f"{text}. Shorten it, or give a larger max_words.")
         state = 0
         for kind in self._class[codes].tolist():
             state = int(self.constraint.table[state, kind])
@@ -474,7 +475,8 @@ class Steering:
         if self._ahead.log_joint(first, state, t) == -inf:
             raise ValueError(
                 f"prompt must leave the constraint possible within max_words = {self.max_words} "
-                f"words; {self.constraint.name} cannot hold after {prompt!r}."
+                f"words; {self.constraint.name} cannot hold after {prompt!r}. "
+                "Give a larger max_words, or another prompt."
             )
 
     def _sample(

@@ -177,7 +177,8 @@ def matching(pattern: str, tokenizer: Any) -> Automaton:
     """
     machine, tree = _Machine(), _parser.parse(pattern)
     if tree.state.flags & ~(re.UNICODE | re.ASCII | re.VERBOSE):
-        raise ValueError(f"pattern must be without flags such as (?i); got {pattern!r}.")
+        text = f"pattern must be without flags such as (?i); got {pattern!r}"
+        raise ValueError(f"{text}. Write classes such as [aA].")
     last = machine.add(tree, 0)
     name = f"matching({pattern!r})"
     return bytes_to_tokens(determinised(machine.edges, last, name), token_texts(tokenizer))

@@ -121,7 +121,8 @@ class HMMModule(OwnParameters):
             lengths: ``(*B)`` integers, the number of steps of each sequence.
             observed: ``(*B, T)`` booleans, True where a step is observed; all by default.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define forward(lengths, observed).")
+        text = f"{type(self).__name__} must define forward(lengths, observed)"
+        raise NotImplementedError(f"{text}. It returns the HMM of such sequences.")
 
     def emission_module(self) -> PyroModule | None:
         """Submodule whose call is the emission of the HMM, so that EM may use its M-step.

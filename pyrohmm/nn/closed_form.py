@@ -213,7 +213,7 @@ class Family(PyroModule):
         return not isinstance(self._pyro_samples.get(name), Flat | None)
 
     def prior(self, name: str) -> Any:
-        """The prior of a parameter, given those that it depends on."""
+        """Prior distribution of a parameter, given the parameters that it depends on."""
         return getattr(self, f"{name}_prior")()
 
     def at(self, values: dict[str, Tensor]) -> Any:

@@ -163,7 +163,8 @@ class TiedEmission(_Composite, emits=Tied):
     def __init__(self, num_states: int, family: EmissionFamily, index: Tensor) -> None:
         super().__init__()
         if len(index) != num_states:
-            raise ValueError(f"index must have K = {num_states} entries; got {len(index)}.")
+            text = f"index must have K = {num_states} entries; got {len(index)}"
+            raise ValueError(f"{text}. Give one number for each state.")
         self.register_buffer("index", index.long())
         self.num_distinct = int(index.max()) + 1
         self.part = self.add("family", family, self.num_distinct)
@@ -305,7 +306,7 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
         return super().values_of(distribution) | {"gate": distribution.gate}
 
     def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
-        """Statistics of the part without zeros, number of zeros, and of those that are the part's.
+        """Statistics of the part without zeros, number of zeros, and expected zeros of the part.
 
         If the part has no closed M-step, those for Newton's method.
         """
@@ -406,7 +407,8 @@ def truncated(
 def _check_limits(lower: float | None, upper: float | None) -> None:
     low = -math.inf if lower is None else lower
     if (lower is None and upper is None) or not low < (math.inf if upper is None else upper):
-        raise ValueError(f"lower must be less than upper, one may be None; got {lower}, {upper}.")
+        text = f"lower must be less than upper, one may be None; got {lower}, {upper}"
+        raise ValueError(f"{text}. Give the smaller as lower.")
 
 
 class _LimitedEmission(_Modified, emits=(modified.Censored, modified.Truncated)):

@@ -421,7 +421,8 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         ridge = 0.01 if ridge is None else ridge
         check_number("ridge", ridge)
         if not 0 < ridge < math.inf:
-            raise ValueError(f"ridge must be positive and finite; got {ridge}.")
+            text = f"ridge must be positive and finite; got {ridge}"
+            raise ValueError(f"{text}. 0.01 is the default.")
         super().__init__(num_states, dim, loc, weight, degrees, scale)
         self.lags, self.ridge = lags, ridge
         self.initial = CovarianceEmission(num_states, dim, loc, weight, degrees, scale)
@@ -490,13 +491,13 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         return under("initial.", start) | {"squares": squares}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """M-step: modes of the first vectors' parameters, and of the regression of the others."""
+        """M-step: modes of parameters of initial vectors, and of the regression on earlier ones."""
         first, notes = mode_of_part(self.initial, "initial.", statistics)
         mode, more = super().m_step(statistics)
         return first | mode, notes + more
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Sample the parameters of the first vectors, and of the regression of the others."""
+        """Sample the parameters of initial vectors, and of the regression on earlier ones."""
         first = sample_of_part(self.initial, "initial.", statistics, current)
         return first | super().sample_parameters(statistics, current)
 

@@ -218,8 +218,10 @@ class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
     ) -> None:
         super().__init__()
         if num_symbols ** (lags + 1) > MOST:
-            raise ValueError(f"lags must leave tables of at most {MOST:.0e} numbers a state, "
-                             f"V ** (L + 1); got {num_symbols} ** {lags + 1}.")  # fmt: skip
+            raise ValueError(
+                f"lags must leave tables of at most {MOST:.0e} numbers a state, V ** (L + 1); got "
+                f"{num_symbols} ** {lags + 1}. Use fewer lags."
+            )
         shape = (num_states, num_symbols**lags, num_symbols)
         self.register_buffer("concentration", positive("concentration", concentration, shape))
         self.add_parameters(initial=(num_states, num_symbols), probs=shape)

@@ -37,7 +37,8 @@ def parametric(distribution: Any, **priors: TorchDistribution) -> EmissionFamily
     """
     if isinstance(distribution, type):
         got = distribution.__name__
-        raise TypeError(f"distribution must be one of batch shape (K,); got the class {got}.")
+        text = f"distribution must be one of batch shape (K,); got the class {got}"
+        raise TypeError(f"{text}. Call it with its parameters.")
     return partial(_of_points, distribution=distribution, priors=priors)
 
 
@@ -45,7 +46,10 @@ def _of_points(
     num_states: int, distribution: Any, priors: dict[str, TorchDistribution]
 ) -> PyroModule:
     if (got := tuple(distribution.batch_shape)) != (num_states,):
-        raise ValueError(f"distribution must have batch shape (K,) = ({num_states},); got {got}.")
+        raise ValueError(
+            f"distribution must have batch shape (K,) = ({num_states},); got {got}. Give each "
+            "parameter an entry for each state."
+        )
     module = PointEmission(distribution)
     for name, prior in priors.items():
         if name not in module._pyro_params or not hasattr(prior, "expand"):

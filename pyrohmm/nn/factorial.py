@@ -81,7 +81,8 @@ def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:
     """Check the numbers of states of the chains, and return them as a tuple."""
     sizes = tuple(num_states)
     if not sizes:
-        raise ValueError("num_states must hold the number of states of at least one chain.")
+        text = "num_states must hold the number of states of at least one chain"
+        raise ValueError(f"{text}. Give them as [2, 3].")
     for size in sizes:
         check_size("each of num_states", size)
     check_product(sizes)

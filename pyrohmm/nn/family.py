@@ -266,7 +266,8 @@ def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     """Broadcast ``value`` to a tensor of ``shape``, and raise unless it is positive."""
     tensor = filled(name, value, shape)
     if not bool((tensor > 0).all()):
-        raise ValueError(f"{name} must be positive; got a smallest value of {tensor.min().item()}.")
+        text = f"{name} must be positive; got a smallest value of {tensor.min().item()}"
+        raise ValueError(f"{text}. Map reals by .exp().")
     return tensor
 
 

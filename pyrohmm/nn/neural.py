@@ -83,7 +83,8 @@ class StateEmbedding(PyroModule):
         state_dim = dim
         if blocks is not None:
             if dim % 2:
-                raise ValueError(f"factored embeddings need an even dimension; got {dim}.")
+                text = f"factored embeddings need an even dimension; got {dim}"
+                raise ValueError(f"{text}. Add one to it.")
             state_dim = dim // 2
             self.block = nn.Parameter(scale * torch.randn(blocks.num_blocks, state_dim))
             self.register_buffer("owner", blocks.owner, persistent=False)
@@ -192,7 +193,7 @@ class _Large(HMMModule):
         ):  # fmt: skip
             raise ValueError(
                 f"blocks must be of {num_states} states and {num_symbols} symbols, as the model; "
-                f"got {blocks}."
+                f"got {blocks}. Make them of its vocabulary."
             )
         if not isinstance(dropout, LinearDropout):
             check_dropout("dropout", dropout)
@@ -352,9 +353,13 @@ class NeuralHMM(_Large):
         super().__init__(num_states, num_symbols, blocks, dropout)
         check_size("hidden_dim", hidden_dim)
         if two_level and blocks is None:
-            raise ValueError("two_level=True needs blocks of states, blocks=; got None.")
+            text = "two_level=True needs blocks of states, blocks=; got None"
+            raise ValueError(f"{text}. Make them by blocks.from_clusters.")
         if factored and blocks is None:
-            raise ValueError("factored=True needs blocks of states, blocks=; got None.")
+            raise ValueError(
+                "factored=True needs blocks of states, blocks=; got None. Make them by "
+                "blocks.from_clusters."
+            )
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite; got {scale}.")
         for use in USES:

@@ -283,7 +283,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return variance, [] if exceeds((~low).all().byte(), 0) else [floor_note("variance")]
 
     def _first_weight(self) -> Any:
-        """Pseudo-count of the prior mean; at first zero under a flat prior."""
+        """Pseudo-count of the prior mean; zero if flat, or without a prior of means."""
         return self.weight if self.has_prior("loc") and not self.flat else 0.0
 
     def _mean_variance(self) -> Tensor:

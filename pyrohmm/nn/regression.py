@@ -124,7 +124,8 @@ class Linear(Family):
             return covariates.new_ones(*covariates.shape[:-1], 1)
         if max(self.columns.indices) >= covariates.size(-1) or min(self.columns.indices) < 0:
             last, got = covariates.size(-1) - 1, ", ".join(map(str, self.columns.indices))
-            raise ValueError(f"columns must be covariates of the data, 0 to {last}; got {got}.")
+            text = f"columns must be covariates of the data, 0 to {last}; got {got}"
+            raise ValueError(f"{text}. Count columns from 0.")
         return torch.stack([covariates[..., index] for index in self.columns.indices], -1)
 
     def in_units(self, covariates: Tensor | None, level: float = 0.0) -> None:

@@ -134,10 +134,14 @@ class RegressionHMM(HMMModule):
         if durations is not None:  # logits against the first state that may follow
             allowed = allowed & others
             if not bool(allowed.any(-1).all()):
-                raise ValueError("transition_allowed must leave a next state to every state.")
+                text = "transition_allowed must leave a next state to every state"
+                raise ValueError(f"{text}. Set a True in each row.")
             possible = possible & (possible.cumsum(1) > 1)
         elif not bool(allowed.diagonal().all()):
-            raise ValueError("transition_allowed must be True on its diagonal, for staying.")
+            raise ValueError(
+                "transition_allowed must be True on its diagonal, for staying. Call "
+                ".fill_diagonal_(True)."
+            )
         of_all = possible.expand(size).clone()
         free: Any = of_all if transition_free is None else possible & transition_free
         free = None if transition_free is None and bool(possible.all()) else free

@@ -77,7 +77,8 @@ class ChainTables(HMMModule, Family):
             check_booleans(f"{name}_allowed", allowed)
             check_shape(f"{name}_allowed", allowed, shape, meaning)
             if not bool(allowed.any(-1).all()):
-                raise ValueError(f"{name}_allowed must leave at least one state to every row.")
+                text = f"{name}_allowed must leave at least one state to every row"
+                raise ValueError(f"{text}. Set a True in each row.")
         self.register_buffer(f"{name}_allowed", allowed)
         self.supports = self.supports | {name: constraints.simplex}  # type: ignore[misc]
         self.set_priors(**{name: partial(rows_prior, name=name)})
@@ -104,7 +105,8 @@ class ChainTables(HMMModule, Family):
         if not isinstance(hmm, cls.builds):
             raise TypeError(f"hmm must be a {cls.builds.__name__}; got {type(hmm).__name__}.")
         if hmm.emission_per_step:
-            raise ValueError(f"hmm has parameters per step, and a {cls.__name__} has not.")
+            text = f"hmm has parameters per step, and a {cls.__name__} has not"
+            raise ValueError(f"{text}. Choose one step.")
         module = cls._like(hmm, lambda _: from_distribution(hmm.emission))
         module._take_values(hmm)
         return module.to(hmm.log_initial.device)

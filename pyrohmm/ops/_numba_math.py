@@ -82,7 +82,7 @@ if hasattr(os, "register_at_fork"):  # a child has none of the threads
 
 
 def threads_of(count: int, work: int) -> int:
-    """Number of threads for ``count`` pieces with so many multiplications in all."""
+    """Number of threads for ``count`` pieces with ``work`` multiplications in all."""
     return min(torch.get_num_threads(), count, 1 + work // WORTH)
 
 

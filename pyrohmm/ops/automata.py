@@ -364,7 +364,8 @@ def _check_symbols(name: str, symbols: Iterable[object]) -> None:
                 f"{name} must have words (str) or codes (int); got {type(symbol).__name__}."
             )
         if isinstance(symbol, int) and symbol < 0:
-            raise ValueError(f"codes in {name} must be at least 0; got {symbol}.")
+            text = f"codes in {name} must be at least 0; got {symbol}"
+            raise ValueError(f"{text}. Count codes from 0.")
 
 
 def _called(function: str, phrases: Iterable[Phrase]) -> str:

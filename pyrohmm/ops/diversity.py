@@ -142,7 +142,7 @@ class RootAscent:
         return new, ended | waiting
 
     def _newton(self, roots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Newton step along the spheres: roots less those that become zero, gradient, direction."""
+        """Newton step for square roots of rows: roots without new zeros, gradient, direction."""
         counted = self.counts > 0
         inverse = torch.linalg.inv_ex(roots).inverse if self.alpha > 0 else torch.zeros_like(roots)
         ratio = torch.where(counted, self.counts / roots, 0.0)
@@ -216,7 +216,7 @@ def _usable_volume(roots: Tensor) -> Tensor:
 
 def _check_rho(rho: float) -> None:
     if not 0 < rho < float("inf"):
-        raise ValueError(f"rho must be a positive number; got {rho!r}.")
+        raise ValueError(f"rho must be a positive number; got {rho!r}. 0.5 is usual.")
 
 
 def _features(probs: Tensor, rho: float) -> Tensor:

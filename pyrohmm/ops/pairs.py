@@ -73,7 +73,8 @@ class Pairs:
         for name, tensor in (("first", first), ("second", second)):
             check_range(name, tensor, num_symbols, "V - 1")
         if int(counts.min()) < 1:
-            raise ValueError(f"counts must be at least 1; got {int(counts.min())}.")
+            text = f"counts must be at least 1; got {int(counts.min())}"
+            raise ValueError(f"{text}. Drop pairs that never occur.")
         self.first, self.second, self.counts = first.long(), second.long(), counts.long()
         keys = self.first * num_symbols + self.second
         if not bool((keys[1:] > keys[:-1]).all()):
@@ -330,7 +331,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Products(torch.autograd.Function):
-    """Products ``(*B, M)`` of rows ``first`` of tables ``(*B, V, K)`` and ``second`` of others."""
+    """Inner products ``(*B, M)`` of rows ``first`` and ``second`` of two tables ``(*B, V, K)``."""
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:

@@ -389,7 +389,8 @@ def whole_numbers(table: np.ndarray) -> Tensor:
     if (table < 0).any():  # the first words are those that scikit-learn asks for
         raise ValueError(f"Negative values in data: X must hold whole numbers; got {table.min()}.")
     if len(wrong := table[table != np.floor(table)]):
-        raise ValueError(f"X must hold whole numbers of at least 0; got {wrong[0]}.")
+        text = f"X must hold whole numbers of at least 0; got {wrong[0]}"
+        raise ValueError(f"{text}. Encode symbols as 0, 1, ...")
     return torch.as_tensor(table.astype(np.int64))
 
 

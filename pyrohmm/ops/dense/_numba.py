@@ -93,7 +93,7 @@ def _symbols(chain: Groups) -> tuple[np.ndarray, np.ndarray, int]:
     if low < 0 or high >= count:
         raise ValueError(
             f"symbols must lie between 0 and V - 1 = {count - 1}, with V that of log_symbols; got "
-            f"{low} to {high}."
+            f"{low} to {high}. Do they begin at one? Subtract 1."
         )
     return _flat(codes if chain.known is None else codes.masked_fill(~chain.known, count))
 

@@ -96,7 +96,7 @@ def scaled(
 def _weigh(
     chain: Groups, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Peak-normalised likelihoods ``(T, G, n, K)``, and log peaks ``(T, G, n, 1)``.
+    """Likelihoods over their largest ``(T, G, n, K)``, and log of that, ``(T, G, n, 1)``.
 
     Both are one and zero at padded steps. And booleans ``(T, G, n, 1)``, True from the last step of
     each sequence on, and after it; None if all sequences have T steps.
