@@ -291,7 +291,10 @@ def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevale
     """
     if not isinstance(hmm, ContinuousTimeHMM) or states.dim() != 2:
         text = "hmm must be a ContinuousTimeHMM, and states of shape (N, T)"
-        raise ValueError(f"{text}; got {type(hmm).__name__} and {tuple(states.shape)}.")
+        raise ValueError(
+            f"{text}; got {type(hmm).__name__} and {tuple(states.shape)}. Give fit.hmm(data) and "
+            "its states."
+        )
     check_shape("states", states, tuple(hmm.times.shape), "that of times")
     hmm.chain.check_rates("prevalence")
     check_shape("rates", hmm.rates, (hmm.num_states,) * 2, "(K, K)", "Take those of equal rates.")

@@ -408,7 +408,8 @@ def cross_validate(
     """
     check_sequences("data", data)
     if not 2 <= num_folds <= len(data):
-        raise ValueError(f"num_folds must lie between 2 and N = {len(data)}; got {num_folds}.")
+        text = f"num_folds must lie between 2 and N = {len(data)}; got {num_folds}"
+        raise ValueError(f"{text}. Ask for fewer.")
     order = torch.randperm(len(data), generator=generator or torch.Generator().manual_seed(0))
     fold = torch.empty(len(data), dtype=torch.long)
     fold[order] = torch.arange(len(data)) % num_folds

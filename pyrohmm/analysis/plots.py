@@ -447,7 +447,9 @@ def track(
     """
     if locations.shape != (*states.shape, 2):
         text = "locations must have the shape of states, and 2 coordinates"
-        raise ValueError(f"{text}; got {tuple(locations.shape)} for {tuple(states.shape)}.")
+        raise ValueError(
+            f"{text}; got {tuple(locations.shape)} for {tuple(states.shape)}. Give (N, T, 2)."
+        )
     labels = _names_of(states, names)
     places = locations.detach().cpu().double().reshape(-1, *locations.shape[-2:])
     gap = torch.full_like(places[:, 1:], torch.nan)

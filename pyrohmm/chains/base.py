@@ -267,15 +267,14 @@ class Chain:
             core = cores[name]
             shape = tensor.shape[-len(core) :]
             if len(shape) < len(core):
-                raise ValueError(
-                    f"{name} must have shape (*B, {', '.join(core)}); got shape {tuple(shape)}."
-                )
+                text = f"{name} must have shape (*B, {', '.join(core)}); got shape {tuple(shape)}"
+                raise ValueError(f"{text}. Dimensions of a batch come first.")
             for letter, size in zip(core, shape):
                 sizes.setdefault(letter, size)
             if shape != (wanted := tuple(map(sizes.get, core))):
                 raise ValueError(
                     f"{name} must end in shape ({', '.join(core)}) = {wanted}; got shape "
-                    f"{tuple(tensor.shape)}."
+                    f"{tuple(tensor.shape)}. Dimensions of a batch come first."
                 )
         check_same_device(self.parameters)
 

@@ -173,7 +173,10 @@ def smooth(
         x = x % period
     elif (x < low).any() or (x > high).any():
         first = f"{low:g} to {high:g}, those of the first table"
-        raise ValueError(f"smooth is of values from {first}; got {x.min():g} to {x.max():g}.")
+        raise ValueError(
+            f"smooth is of values from {first}; got {x.min():g} to {x.max():g}. Give values "
+            "between, or fit anew."
+        )
     intervals = size if period else size - 3
     knots = low + (high - low) / intervals * np.arange(-3, intervals + 4)
     basis = BSpline.design_matrix(x.clip(knots[3], knots[-4]), knots, 3).toarray()

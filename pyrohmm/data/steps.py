@@ -221,7 +221,9 @@ def joined_steps(
         parts.append(read_steps(f"sequence {n}", item, vocabulary))
         check_order(item, torch.tensor([len(parts[-1][1])]))
     if not parts:
-        raise ValueError("sequences is empty; wanted at least one sequence.")
+        raise ValueError(
+            "sequences is empty; wanted at least one sequence. Look at how they were read."
+        )
     shapes = {tuple(steps.shape[1:]) for steps, _ in parts if steps is not None}
     if len(shapes) > 1:
         text = f"sequences must share one event shape; got {sorted(shapes)}"

@@ -150,7 +150,7 @@ class ChainDistribution(OwnChecks):
                 "without their padding."
             )
         if len(set(steps.values())) > 1:
-            raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")
+            raise ValueError(f"arguments must have one number of steps T; got {steps}. Pad them.")
         return _batch_of(shapes), num_steps
 
     def __getstate__(self) -> dict[str, Any]:
@@ -322,6 +322,7 @@ class ChainDistribution(OwnChecks):
             ValueError: If shapes or devices disagree, values are one sequence where lengths differ,
                 or (with ``validate_args``) an observation is not in the support.
         """
+        # without a cache the default, ``self``, is no values
         kept = self._prepared if values is self._prepared.get("values", self) else {}
         version = [part._version for part in (values, self.observed) if kept and part is not None]
         if kept and kept["version"] == version:

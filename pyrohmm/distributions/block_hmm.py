@@ -84,7 +84,8 @@ class BlockSymbols:
         if not 1 - 1e-4 <= low <= high <= 1 + 1e-4:
             raise ValueError(
                 "log_emission must hold log-probabilities that sum to one over the symbols of each "
-                f"state; got sums from {low:.6g} to {high:.6g}."
+                f"state; got sums from {low:.6g} to {high:.6g}. Subtract the log-sum-exp of each "
+                "state."
             )
 
     def likelihood(

@@ -71,7 +71,9 @@ class DiversityPrior(nn.Module):
         for name, value in (("alpha", alpha), ("anchor_weight", anchor_weight)):
             check_number(name, value)
             if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
+                raise ValueError(
+                    f"{name} must be a number of at least 0; got {value!r}. 0 leaves it out."
+                )
         check_number("rho", rho)
         _check_rho(rho)
         if (anchor is None) != (anchor_weight == 0):

@@ -338,8 +338,9 @@ class Forecast(OwnChecks):
                 return found
             if bool(((wanted == 0) | (wanted == 1)).any()):
                 raise ValueError(
-                    "probs must lie between 0 and 1, both excluded, where quantiles are of samples,"
-                    f" as those of {type(self.emission).__name__} are; got {wanted.tolist()}."
+                    "probs must lie between 0 and 1, both excluded, where quantiles are of "
+                    f"samples, as those of {type(self.emission).__name__} are; got "
+                    f"{wanted.tolist()}. Give such as 0.001."
                 )
             samples = self.sample((NUM_SAMPLES,)).cpu().double().numpy()
             method: Any = "inverted_cdf" if self.support.is_discrete else "linear"

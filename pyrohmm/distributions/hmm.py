@@ -209,7 +209,7 @@ class HMM(ChainDistribution):
         if check_broadcast({"HMM": self.batch_shape, "batch_shape": shape}) != shape:
             raise ValueError(
                 f"batch_shape must be one that {tuple(self.batch_shape)} expands to; got "
-                f"{tuple(shape)}."
+                f"{tuple(shape)}. It may add dimensions on the left, or repeat those of size 1."
             )
         observed, allowed = self.observed, self.allowed
         steps = {} if self._num_steps is None else {"num_steps": self._num_steps}
@@ -278,19 +278,19 @@ class HMM(ChainDistribution):
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; states are summed out exactly.
 
-        A sequence of probability zero has -inf, and gradient zero.
+        A sequence of probability zero has -inf, and gradient zero. Values may be ``Sequences``, or
+        an array, too.
         """
-        like = self.log_initial
-        with full_precision(like):
-            evidence = with_one_wait(partial(self._log_evidence, values), like.device)
+        with full_precision(self.log_initial):
+            evidence = with_one_wait(partial(self._log_evidence, values), self.log_initial.device)
         self._check_evidence(evidence, values)
         return evidence
 
     def _log_evidence(self, values: Tensor) -> Tensor:
         """Log evidence by the chain; of symbols, straight from their table by the recursion.
 
-        Log-likelihoods of each step and state are of numbers alone: a table of symbols is read
-        while messages are passed.
+        Of numbers log-likelihoods of each step and state are made first; of symbols none are, as
+        the recursion reads the table.
         """
         if (of_symbols := self.symbol_factors(values)) is not None:
             return recursions.log_evidence(*of_symbols)

@@ -203,7 +203,8 @@ class FactorialHMM(HMM):
         if not initials or len(initials) != len(transitions):
             raise ValueError(
                 "log_initials and log_transitions must hold a tensor for each of at least one "
-                f"chain; got {len(initials)} and {len(transitions)}."
+                f"chain; got {len(initials)} and {len(transitions)}. Give one of each for each "
+                "chain."
             )
         chain = ProductChain(initials, transitions)
         self._compose(chain, emission, lengths, observed, validate_args, **data)

@@ -266,7 +266,8 @@ class HeldOut:
         data = cast(Sequences, settings["validation"])
         self.num_observed = data.num_observed
         if self.num_observed == 0:
-            raise ValueError("validation has no observed step; there is nothing to average over.")
+            text = "validation has no observed step; there is nothing to average over"
+            raise ValueError(f"{text}. Give sequences with some.")
         order = data.lengths.argsort(stable=True)
         size, tokens = settings["batch_size"], settings["batch_tokens"]
         if tokens is not None:

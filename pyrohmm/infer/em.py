@@ -212,7 +212,7 @@ def _check(
     if transition_step is not None and not fits:
         raise ValueError(
             "transition_step is for a TabularHMM with log_prior=DiversityPrior(...); other "
-            "transitions have a closed form, or follow gradient_step."
+            "transitions have a closed form, or follow gradient_step. Leave it out."
         )
 
 
@@ -234,7 +234,7 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
         f"the loss rose by {rise:.3g} nats in one iteration, which EM must not do: an m_step "
         "does not return the mode"
     )
-    warnings.warn(note, RuntimeWarning, stacklevel=5)
+    warnings.warn(note, RuntimeWarning, stacklevel=6)  # the caller of fit_em and its decorators
     return [note]
 
 
@@ -282,8 +282,8 @@ def _finish(loop: Loop) -> Fit:
             if not bool(support.check(parameters.values[name]).all()):
                 text = f"m_step must return {name} in its support, {support}; some values are not"
                 raise ValueError(f"{text}. Clamp them there.")
-    place = int(losses[loop.alive, -1].argmin())
-    best = int(loop.alive[place])
+    place = int(losses[loop.alive, -1].argmin())  # among the restarts that go on
+    best = int(loop.alive[place])  # among all
     going = losses[loop.alive]
     notes = uses_labels(data) + loop.maximize.remarks(place)
     if parameters.sites:

@@ -176,14 +176,14 @@ def fit_map(
                 f"{name} needs restarts=1: fit the restarts without it, and give start=fit."
             )
     check_model_and_data(model, data)
-    at_once = all(settings[name] is None for name in MINIBATCHES)  # type: ignore[literal-required]
-    example = data.buckets[0] if at_once and isinstance(data, Sequences) else first_sequence(data)
+    whole = all(settings[name] is None for name in MINIBATCHES)  # type: ignore[literal-required]
+    example = data.buckets[0] if whole and isinstance(data, Sequences) else first_sequence(data)
     with pyro.get_param_store().scope():
         trace = trace_of_batchable(model, to_model_device(model, None, example), restarts)
     latent = [trace.nodes[name] for name in latent_sites(trace)[0]]
     check_events({site["name"]: site["fn"] for site in latent if not site["cond_indep_stack"]})
 
-    @wraps(model, assigned=(), updated=())
+    @wraps(model, assigned=(), updated=())  # so that inspect.unwrap finds the model
     def batched(batch: Sequences) -> Any:
         with pyro.plate("restarts", restarts, dim=-2):
             return model(batch)
@@ -218,7 +218,10 @@ def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
 def _begin_points(
     model: Callable[..., Any], values: Callable[..., Any] | Values, data: Sequences | Parts
 ) -> dict[str, Any] | None:
-    """Start parameters without a prior at ``values``; of a function, as a param-store state."""
+    """Start parameters without a prior at ``values``.
+
+    Those of a module are set in place; of a function, a state of the param store is returned.
+    """
     if not isinstance(values, Mapping):
         return None
     if isinstance(model, nn.Module):

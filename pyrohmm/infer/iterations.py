@@ -48,7 +48,8 @@ class Loop(FitLoop):
     Arguments are those of :func:`pyrohmm.fit_em`.
 
     Attributes:
-        decay: Of the step sizes with which statistics of minibatches are averaged; else None.
+        decay: Of the step sizes with which statistics of minibatches are averaged; None if there
+            are no minibatches.
         average: The averaged statistics.
         squarem: Extrapolates, if the loss can be compared from one iteration to the next.
         ranked: Whether restarts that are behind are given up.
@@ -63,7 +64,7 @@ class Loop(FitLoop):
         last: Sums of the last E-step.
     """
 
-    further = 1  # the loss at the end
+    further = 1  # losses besides one for each step: that at the end
 
     def __init__(
         self,
@@ -231,6 +232,7 @@ class Loop(FitLoop):
     def _why_converged(self) -> str | None:
         """The reason to end the fit, if no restart may still gain much.
 
+        On the way ``settled`` is set, and extrapolation begins in restarts that have become slow.
         Falls of the loss that shrink by a rate r sum to r / (1 - r) times the last one (Aitken);
         they are those over ``SPAN`` iterations, for those over one may be lost in rounding, and the
         largest rate counts: at the start what is fast hides what is slow.

@@ -253,7 +253,8 @@ class _Search:
         self.names = [n for n, shape in self.packing.shapes.items() for _ in range(shape.numel())]
         self.place = self.packing.flat(values)
         if not self.names:
-            raise ValueError("model has no parameters but random effects: there is nothing to fit.")
+            text = "model has no parameters but random effects: there is nothing to fit"
+            raise ValueError(f"{text}. Free some, or give them priors.")
 
     def wide(self, place: Tensor) -> Values:
         """Parameters broadcast over sequences, as copies of the model take them."""

@@ -177,7 +177,8 @@ def bootstrap(
     """Bootstrap a fit: refit the model to simulated or resampled data."""
     check_size("num_samples", num_samples, 2)
     if not isinstance(parametric, bool):
-        raise TypeError(f"parametric must be True or False; got {parametric!r}.")
+        text = f"parametric must be True or False; got {parametric!r}"
+        raise TypeError(f"{text}. False resamples sequences.")
     data = information.data
     parts = [part for part, _ in information.pieces]
     if not parametric:

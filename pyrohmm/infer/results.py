@@ -92,7 +92,8 @@ class Fit:
             Variables of which each sequence has one have shape ``(N, ...)``. And points.
         plates: Of these variables, by name.
         marks: Marks by which the sequences are recognised, if there are such variables.
-        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
+        history: ``log_likelihood``, the log evidence of the data, and ``log_prior``, in nats at
+            each step, ``(num_iterations,)``.
     """
 
     model: Callable[..., Any]

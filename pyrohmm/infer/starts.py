@@ -234,7 +234,7 @@ class StartSearch:
     default more than one may go on.
 
     Attributes:
-        ranked: Number of starts, the best of which go on; 0 where all are alike or go their own
+        num_ranked: Number of starts, the best of which go on; 0 where all are alike or go their own
             way, and 1 where several are too large.
         large: Whether they are ranked by a part of the data, so that only the first restart and
             the best go on.
@@ -254,12 +254,12 @@ class StartSearch:
         size = sum(site.event_shape.numel() for site in parameters.sites.values())
         fit_in = MOST_NUMBERS // max(size, num_states**2)  # the matrix of a product of chains
         one = restarts == 1 or not several_tried or own_way or alike
-        self.ranked = 0 if one else max(parameters.restarts, min(most, fit_in))
-        self.large = self.ranked > 1 and int(parameters.data.lengths.sum()) > MOST_STEPS
-        self.by_default = restarts is None and self.ranked > 1
-        self.notes = [ONE] if restarts is None and self.ranked == 1 else []
+        self.num_ranked = 0 if one else max(parameters.restarts, min(most, fit_in))
+        self.large = self.num_ranked > 1 and int(parameters.data.lengths.sum()) > MOST_STEPS
+        self.by_default = restarts is None and self.num_ranked > 1
+        self.notes = [ONE] if restarts is None and self.num_ranked == 1 else []
         if self.by_default and several_kept:
-            parameters.restarts = min(FEW, self.ranked)
+            parameters.restarts = min(FEW, self.num_ranked)
 
     def begin(self) -> bool:
         """Initialise the parameters; False if the data do not suit the starts that are tried."""
@@ -267,8 +267,8 @@ class StartSearch:
         try:
             if self.start is not None:
                 _begin_at(parameters, maximize, self.start)
-            elif self.ranked > 1:
-                parameters.set_values(_ranked(parameters, maximize, self.ranked))
+            elif self.num_ranked > 1:
+                parameters.set_values(_ranked(parameters, maximize, self.num_ranked))
             elif parameters.sites and parameters.restarts == 1:
                 _begin_at(parameters, maximize, _kinds(parameters, maximize)[0])
             elif parameters.sites:  # parameters without priors have values
@@ -280,7 +280,7 @@ class StartSearch:
         return True
 
 
-def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Values:
+def _ranked(parameters: Parameters, maximize: Maximization, num_ranked: int) -> Values:
     """Rank starts by a few EM iterations each: parameters of the first one and of the best.
 
     Those are of a sample of the data if there are many steps. Random numbers do not depend on the
@@ -292,7 +292,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
     data = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
     best: Any = None
     for most, each in ROUNDS[isinstance(parameters.example, HSMM)]:
-        count = min(max(most, parameters.restarts), ranked)
+        count = min(max(most, parameters.restarts), num_ranked)
         module = copy.deepcopy(parameters.module)
         some = Parameters(module, data, count, parameters.log_prior)
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)

@@ -110,7 +110,7 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
     """
     library = imported("hmmlearn.hmm")
     if not isinstance(hmm, HMM):
-        raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}.")
+        raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}. Give fit.hmm(data).")
     refused = {
         "durations or a second order": not isinstance(hmm.chain, MarkovChain),
         "parameters per step": hmm.transition_per_step or hmm.emission_per_step,
@@ -306,7 +306,10 @@ def to_ctrlg(hmm: HMM, directory: str | Path, end: int) -> None:
     tensors["beta"] = log_probs(hmm.emission)
     count = tensors["beta"].size(-1)
     if not 0 <= end < count:
-        raise ValueError(f"end must be one of the symbols 0 to V - 1 = {count - 1}; got {end}.")
+        raise ValueError(
+            f"end must be one of the symbols 0 to V - 1 = {count - 1}; got {end}. Count symbols "
+            "from 0."
+        )
     config = {"hidden_states": hmm.num_states, "vocab_size": count, "eos_token_id": end}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

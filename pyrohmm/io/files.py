@@ -107,7 +107,8 @@ def read_tensors(path: FilePath) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def check_regular(path: FilePath) -> None:
     """Raise if ``path`` exists and is no regular file, such as a pipe or a directory."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path} must be a regular file; it is a pipe, a device or a directory.")
+        text = f"{path} must be a regular file; it is a pipe, a device or a directory"
+        raise ValueError(f"{text}. Copy it to one.")
 
 
 def kinds(tensors: Mapping[Any, Tensor]) -> dict[Any, str]:
@@ -120,7 +121,9 @@ def _to_bytes(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
     ready = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
+            raise TypeError(
+                f"{name} must be a tensor; got {type(tensor).__name__}. Call torch.as_tensor."
+            )
         ready[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     if json.loads(json.dumps(meta, allow_nan=False)) != meta:
         text = "meta must be plain data of JSON: lists and string keys, no tuples"

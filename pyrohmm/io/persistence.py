@@ -124,7 +124,8 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
         True
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
+        text = f"module must be a torch.nn.Module; got {type(module).__name__}"
+        raise TypeError(f"{text}. Build it as it was when saved.")
     tensors, meta = read_directory(directory, "module")
     for path, part in module.named_modules():
         if isinstance(part, CentredEmission):

@@ -215,7 +215,8 @@ def find_clusters(
     check_size("num_clusters", num_clusters, 2)
     check_ends("data", vocabulary, data)
     if data.num_steps < 2:
-        raise ValueError("data must have a word in some sentence; all sentences are empty.")
+        text = "data must have a word in some sentence; all sentences are empty"
+        raise ValueError(f"{text}. Look at how it was read.")
     pairs = count_pairs(data, len(vocabulary))
     present = len(torch.cat([pairs.first, pairs.second]).unique())
     end = vocabulary.encode([END])

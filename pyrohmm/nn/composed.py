@@ -153,7 +153,8 @@ def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
     numbers = torch.as_tensor(index)
     check_integers("index", numbers)
     if numbers.dim() != 1 or sorted(set(numbers.tolist())) != list(range(int(numbers.max()) + 1)):
-        raise ValueError(f"index must be (K,) integers that use all numbers from 0; got {index}.")
+        text = f"index must be (K,) integers that use all numbers from 0; got {index}"
+        raise ValueError(f"{text}. Number them without gaps.")
     return partial(TiedEmission, family=family, index=numbers)
 
 

@@ -254,7 +254,8 @@ def filled(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     floating = isinstance(value, Tensor) and value.dtype.is_floating_point
     tensor = torch.as_tensor(value, dtype=None if floating else torch.get_default_dtype())
     if not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} must be finite; got {tensor[~tensor.isfinite()][0].item()}.")
+        text = f"{name} must be finite; got {tensor[~tensor.isfinite()][0].item()}"
+        raise ValueError(f"{text}. Look for NaN in what it is made of.")
     try:
         return tensor.expand(shape).clone()
     except RuntimeError:

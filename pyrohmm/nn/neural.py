@@ -154,7 +154,8 @@ class LinearDropout:
 def check_dropout(name: str, share: float) -> None:
     """Raise unless ``share`` is a dropout rate, at least 0 and less than 1."""
     if not isinstance(share, Real) or not 0 <= share < 1:
-        raise ValueError(f"{name} must be at least 0 and less than 1; got {share!r}.")
+        text = f"{name} must be at least 0 and less than 1; got {share!r}"
+        raise ValueError(f"{text}. 0 drops nothing.")
 
 
 def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:

@@ -440,7 +440,7 @@ class StickyHDPHMM(ChainTables):
         for name, value in (("gamma", gamma), ("alpha", alpha), ("kappa", kappa)):
             if isinstance(value, tuple):
                 if len(value) != 2 or min(value) <= 0:
-                    raise ValueError(f"{name} must be a number, or shape and rate; got {value}.")
+                    raise ValueError(f"{name} must be positive, or shape and rate; got {value}.")
                 self.register_buffer(f"{name}_prior", torch.tensor(value).to(dtype))
                 self.set_priors(**{name: partial(_strength, name=name)})
             else:

@@ -78,8 +78,8 @@ class Automaton:
         reached = [*chain.from_iterable(rows), *ends]
         if not all(isinstance(state, int) and 0 <= state < count for state in reached):
             raise ValueError(
-                f"states in default, exceptions and accepting must lie between 0 and Q - 1 = "
-                f"{count - 1}; got {sorted(set(reached), key=str)}."
+                "states in default, exceptions and accepting must lie between 0 and Q - 1 = "
+                f"{count - 1}; got {sorted(set(reached), key=str)}. Count states from 0."
             )
         classes = {symbol: number for number, symbol in enumerate(symbols, 1)}
         self._set(rows, classes, [state in ends for state in range(count)], name)

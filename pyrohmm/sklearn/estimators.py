@@ -343,7 +343,8 @@ class HMMEstimator(SequenceEstimator):
             torch.manual_seed(self._seed())
             module = self.module(self.n_components)
             if not isinstance(module, HMMModule):
-                raise TypeError(f"module must return an HMMModule; got {type(module).__name__}.")
+                text = f"module must return an HMMModule; got {type(module).__name__}"
+                raise TypeError(f"{text}. Give partial(TabularHMM, emission=normal()).")
             emission = build_once(module, Sequences(torch.zeros(1, 1), ONE)).emission
             self._shape, self._symbols = emission.event_shape, is_categorical(emission)
             data = Sequences.from_concatenated(self._values(table), sizes)

@@ -55,7 +55,8 @@ class Blocks:
             )
         check_shape("sizes", self.sizes, (len(numbers),), "(B,)")
         if int(self.sizes.min()) < 1:
-            raise ValueError(f"each block must have a state; got {self.sizes.tolist()[:10]}.")
+            text = f"each block must have a state; got {self.sizes.tolist()[:10]}"
+            raise ValueError(f"{text}. Give each at least 1.")
         self.starts = offsets(self.sizes)
         self.num_states, self.width = int(self.starts[-1]), int(self.sizes.max())
         self.are_equal = bool((self.sizes == self.width).all())
