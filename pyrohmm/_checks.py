@@ -154,7 +154,7 @@ def check_log_simplex(name: str, tensor: Tensor, tolerance: float = 1e-4) -> Non
 def check_lengths(lengths: Tensor, num_steps: int, name: str = "lengths") -> None:
     """Raise unless all lengths lie between 1 and ``num_steps``."""
     if lengths.numel() == 0:
-        raise ValueError(f"{name} is empty; wanted at least one sequence. Give each its steps.")
+        raise ValueError(f"{name} is empty; wanted at least one. Give one for each sequence.")
     if transforming():
         return
     low, high = map(int, torch.aminmax(lengths))

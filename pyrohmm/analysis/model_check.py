@@ -249,7 +249,8 @@ class Calibration(NamedTuple):
         """
         check_size("num_bins", num_bins, 2)
         if (self.num_samples + 1) % num_bins:
-            raise ValueError(f"num_bins must divide S + 1 = {self.num_samples + 1}; got {num_bins}")
+            text = f"num_bins must divide S + 1 = {self.num_samples + 1}; got {num_bins}"
+            raise ValueError(f"{text}. With num_samples=99 take 10.")
         found = {}
         for name, ranks in self.ranks.items():
             bins = ranks * num_bins // (self.num_samples + 1)

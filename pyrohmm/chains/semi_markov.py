@@ -67,8 +67,8 @@ class SemiMarkovChain(Chain):
         super().check_shapes()
         if self.log_duration.size(-1) < 1:
             raise ValueError(
-                f"log_duration must have shape (*B, K, D) with D at least 1; got "
-                f"{tuple(self.log_duration.shape)}."
+                "log_duration must have shape (*B, K, D) with D at least 1; got "
+                f"{tuple(self.log_duration.shape)}. Column d is of d + 1 steps."
             )
 
     def check_values(self) -> None:

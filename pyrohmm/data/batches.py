@@ -96,7 +96,8 @@ class Parts:
             self.num_labelled += part.num_labelled
             lengths.append(part.lengths)
         if not lengths:
-            raise ValueError("data is empty; wanted at least one Sequences in it.")
+            text = "data is empty; wanted at least one Sequences in it"
+            raise ValueError(f"{text}. Give a list of Sequences.")
         self.lengths, self.sizes = torch.cat(lengths), [len(part) for part in lengths]
 
     def __iter__(self) -> Iterator[Sequences]:

@@ -119,7 +119,10 @@ def formulas(frame: Frame, **parts: str) -> Design:
         except Exception as error:
             raise ValueError(f"formula of {part}, {text!r}: {error}") from error
         if not hasattr(matrix, "columns"):
-            raise ValueError(f"formula of {part} must be as '~ dose', one-sided; got {text!r}.")
+            raise ValueError(
+                f"formula of {part} must be as '~ dose', one-sided; got {text!r}. Leave out what "
+                "is before ~."
+            )
         specs[part], columns[part] = matrix.model_spec, list(matrix.columns)
         _check_rank(part, _columns_of(part, matrix.model_spec, table))
     return Design(specs, columns)

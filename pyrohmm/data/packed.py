@@ -265,7 +265,7 @@ class PackedSequences:
     ) -> Any:
         """Sequences made of runs of ``lengths`` packed rows that start at ``begins``."""
         if not len(lengths):
-            raise ValueError("lengths is empty; wanted at least one sequence.")
+            raise ValueError("lengths is empty; wanted at least one. Give one for each sequence.")
         size = int(lengths[0])
         if len(lengths) == 1:
             first = int(begins[0])

@@ -221,9 +221,7 @@ def joined_steps(
         parts.append(read_steps(f"sequence {n}", item, vocabulary))
         check_order(item, torch.tensor([len(parts[-1][1])]))
     if not parts:
-        raise ValueError(
-            "sequences is empty; wanted at least one sequence. Look at how they were read."
-        )
+        raise ValueError("sequences is empty; wanted at least one. Look at how they were read.")
     shapes = {tuple(steps.shape[1:]) for steps, _ in parts if steps is not None}
     if len(shapes) > 1:
         text = f"sequences must share one event shape; got {sorted(shapes)}"
@@ -242,7 +240,10 @@ def joined_part(name: str, items: Iterable[Any], lengths: Tensor) -> Tensor:
     rows = [read_part(name, item) for item in items]
     if [len(row) for row in rows] != lengths.tolist():
         text = f"{name} must have an item for each sequence, with a row for each of its steps"
-        raise ValueError(f"{text}, {lengths.tolist()!s:.60}; got {[*map(len, rows)]!s:.60}.")
+        raise ValueError(
+            f"{text}, {lengths.tolist()!s:.60}; got {[*map(len, rows)]!s:.60}. Nest it as the "
+            "values."
+        )
     return torch.cat(rows)
 
 
@@ -369,5 +370,6 @@ def check_total(total: float | None, count: int) -> float:
     if total is None:
         return count
     if not count <= total < math.inf:
-        raise ValueError(f"total must be at least the number of sequences, {count}; got {total}.")
+        text = f"total must be at least the number of sequences, {count}; got {total}"
+        raise ValueError(f"{text}. Leave it out if they are all.")
     return int(total) if total == int(total) else float(total)

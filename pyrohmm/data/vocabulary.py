@@ -48,7 +48,7 @@ class Vocabulary(tuple[str, ...]):
         self.unknown = unknown
         self._codes = {symbol: code for code, symbol in enumerate(self)}
         if not self:
-            raise ValueError("symbols is empty; wanted at least one symbol.")
+            raise ValueError("symbols is empty; wanted at least one. Give those of the data.")
         if len(self._codes) < len(self):
             twice = Counter(self).most_common(1)[0][0]
             text = f"symbols must be distinct; {twice!r} occurs more than once"

@@ -97,11 +97,13 @@ class Autoregressive(OwnChecks):
         Args:
             context: ``(*A, L, *E)``, the last one last.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define given(context).")
+        text = f"{type(self).__name__} must define given(context)"
+        raise NotImplementedError(f"{text}. It returns the emission after these values.")
 
     def permuted(self, order: Tensor) -> Autoregressive:
         """Emissions in which state k emits as ``order[k]`` did, ``(K,)`` integers."""
-        raise NotImplementedError(f"{type(self).__name__} must define permuted(order).")
+        text = f"{type(self).__name__} must define permuted(order)"
+        raise NotImplementedError(f"{text}. It returns a copy with permuted states.")
 
     # Log-densities
 
@@ -420,7 +422,10 @@ class AutoregressiveNormal(Autoregressive):
         validate_args: bool | None = None,
     ) -> None:
         if not isinstance(base, MultivariateNormal):
-            raise TypeError(f"base must be a MultivariateNormal; got {type(base).__name__}.")
+            raise TypeError(
+                f"base must be a MultivariateNormal; got {type(base).__name__}. Build one by "
+                "MultivariateNormal(loc, covariance)."
+            )
         check_floats("weights", weights)
         dim = base.event_shape[0]
         check_trailing("weights", weights, (dim, dim), "(K, L, D, D)", "D is that of base.")

@@ -139,7 +139,7 @@ class ChainDistribution(OwnChecks):
             self.lengths = self.lengths.cpu().long()  # noted by tracers also where it does nothing
         self.may_be_longer, shapes["lengths"] = not steps, self.lengths.shape
         if not self.lengths.numel():
-            raise ValueError("lengths is empty; wanted at least one sequence.")
+            raise ValueError("lengths is empty; wanted at least one. Give one for each sequence.")
         self._shortest, self._longest = _ends(self.lengths, self._num_steps)
         num_steps = min(steps.values(), default=self._longest)
         if self._shortest < 1 or self._longest > num_steps:
@@ -475,5 +475,6 @@ def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:
     if per_step and (len(emission.batch_shape) < 2 or isinstance(emission, Autoregressive)):
         raise ValueError(
             "with emission_per_step, emission must have batch shape (*B, T, K), and not depend on "
-            f"the observations before; got {kind} of batch shape {tuple(emission.batch_shape)}."
+            f"the observations before; got {kind} of batch shape {tuple(emission.batch_shape)}. "
+            "Leave that out for (*B, K)."
         )

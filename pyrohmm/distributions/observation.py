@@ -65,7 +65,8 @@ class Streams(OwnChecks):
     ) -> None:
         if any(len(part.event_shape) > 1 for part in parts):
             shapes = [tuple(part.event_shape) for part in parts]
-            raise ValueError(f"parts must emit scalars or vectors; got event shapes {shapes}.")
+            text = f"parts must emit scalars or vectors; got event shapes {shapes}"
+            raise ValueError(f"{text}. Flatten others.")
         self.parts = list(parts)
         self.widths = [part.event_shape.numel() for part in parts]
         batch = check_broadcast({f"parts[{i}]": part.batch_shape for i, part in enumerate(parts)})

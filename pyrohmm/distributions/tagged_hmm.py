@@ -208,7 +208,8 @@ class TaggedHMM(BlockHMM):
 
     def __init__(self, words: BlockHMM, log_tags: Tensor) -> None:
         if not isinstance(words, BlockHMM) or isinstance(words, TaggedHMM):
-            raise TypeError(f"words must be a BlockHMM; got {type(words).__name__}.")
+            text = f"words must be a BlockHMM; got {type(words).__name__}"
+            raise TypeError(f"{text}. Call a module with blocks.")
         symbols, data = TaggedSymbols(words.symbols, log_tags), (words.lengths, words.observed)
         self._compose(words.chain, symbols, *data, validate_args=False, allowed=words.allowed)
         words._validated_alike(self)

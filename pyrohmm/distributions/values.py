@@ -198,7 +198,7 @@ def refuse_unknown(labels: Tensor, num_states: int) -> None:
         step = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"labels must lie between 0 and K - 1 = {num_states - 1}, or be -1 where the state is "
-            f"not known; got {int(labels[tuple(step)])} at {_place(step)}."
+            f"not known; got {int(labels[tuple(step)])} at {_place(step)}. Count states from 0."
         )
 
 

@@ -137,7 +137,8 @@ def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:
         raise ValueError(f"{' and '.join(sizes)} exclude each other: give one of them.")
     for name in ("validate_every", "patience", "report"):
         if settings[name] is not None and settings["validation"] is None:
-            raise ValueError(f"{name} needs validation, the sequences that are held out.")
+            text = f"{name} needs validation, the sequences that are held out"
+            raise ValueError(f"{text}. Hold some out, or leave it out.")
     return settings
 
 

@@ -259,7 +259,8 @@ def _init_function(
 
     def init(site: dict[str, Any]) -> Any:
         if site["name"] not in start:
-            raise ValueError(f"start has no value for {site['name']}; it has {', '.join(start)}.")
+            text = f"start has no value for {site['name']}; it has {', '.join(start)}"
+            raise ValueError(f"{text}. Give one for each.")
         return at(site)
 
     return init

@@ -244,7 +244,9 @@ class _Search:
         self.plated = {name for name in self.supports if in_plate(nodes[name])}
         if unknown := sorted(set(start) - set(self.supports) - set(random)):
             known = ", ".join(self.supports) or "no parameters"
-            raise ValueError(f"start has {unknown[0]!r}, which the model has not; it has {known}.")
+            raise ValueError(
+                f"start has {unknown[0]!r}, which the model has not; it has {known}. Leave it out."
+            )
         samples = [{name: trace.nodes[name]["value"] for name in latent} for trace in traces]
         rows = [{**points, **sample, **start} for sample in samples]
         to: Any = {name: biject_to(space) for name, space in self.supports.items()}

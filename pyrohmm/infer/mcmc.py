@@ -462,7 +462,8 @@ class HMC(Chains):
         found = {}
         for name, like in self.prior.items():
             if name not in values:
-                raise ValueError(f"start has no value for {name}; it has {', '.join(values)}.")
+                text = f"start has no value for {name}; it has {', '.join(values)}"
+                raise ValueError(f"{text}. Give one for each.")
             value = values[name].detach().to(like)
             single = like[0] if name in self.deep else like[0, 0]
             if value.shape == (len(self.ladder.rungs), *single.shape):

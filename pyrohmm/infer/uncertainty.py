@@ -369,7 +369,8 @@ class Information:
         slopes = differences(at, steps).movedim(0, -1)
         slopes = slopes.masked_fill(self.covariance.diagonal() == 0, 0.0)
         if not bool((slopes != 0).any()):
-            raise ValueError("of must depend on the fitted parameters; its derivative is zero.")
+            text = "of must depend on the fitted parameters; its derivative is zero"
+            raise ValueError(f"{text}. Compute it from the HMM that it is given.")
         with torch.no_grad():
             value = torch.as_tensor(at(torch.zeros(len(self.labels)).double()))
         return value, self._errors(slopes).to(value)

@@ -46,7 +46,7 @@ def count_words(
         counts.update(words)
         counts[END] += 1
     if not counts:
-        raise ValueError("lines is empty; wanted at least one sentence.")
+        raise ValueError("lines is empty; wanted at least one sentence. Look at the file.")
     counts[END] = counts.total() + min_count  # first, and never left out
     return Vocabulary.from_counts(counts, min_count, max_size, UNKNOWN)
 

@@ -199,7 +199,8 @@ def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
     check_tensor("value", value)
     if value.shape != now.shape:
         raise ValueError(
-            f"value must have the shape of {name!r}, {tuple(now.shape)}; got {tuple(value.shape)}."
+            f"value must have the shape of {name!r}, {tuple(now.shape)}; got {tuple(value.shape)}. "
+            "Expand a single number to it."
         )
     delattr(part, last)
     part.register_buffer(last, value.detach().clone())

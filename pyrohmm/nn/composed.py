@@ -53,7 +53,8 @@ def streams(*families: EmissionFamily) -> EmissionFamily:
         torch.Size([3])
     """
     if not families:
-        raise ValueError("families is empty; wanted at least one emission family.")
+        text = "families is empty; wanted at least one emission family"
+        raise ValueError(f"{text}. Give such as streams(normal(2), categorical(3)).")
     return partial(StreamsEmission, families=families)
 
 

@@ -362,7 +362,9 @@ class NeuralHMM(_Large):
                 "blocks.from_clusters."
             )
         if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(f"scale must be positive and finite; got {scale}.")
+            raise ValueError(
+                f"scale must be positive and finite; got {scale}. Leave it out for the default."
+            )
         for use in USES:
             if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)

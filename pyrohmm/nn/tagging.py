@@ -99,7 +99,7 @@ def tagged(data: Sequences) -> Sequences:
     """
     check_integers("values", data.values)
     if data.values.dim() != 2:
-        raise ValueError(f"values must have shape (N, T); got {tuple(data.values.shape)}.")
+        raise ValueError(f"values must be (N, T) symbols; got {tuple(data.values.shape)}.")
     tags = torch.full_like(data.values, -1) if data.labels is None else data.labels
     if tags.dtype == torch.bool:
         raise ValueError("labels must be integer tags, -1 where one is not known; got booleans.")

@@ -340,9 +340,8 @@ def of_length(low: int, high: int | None = None) -> Automaton:
 def _phrases(phrases: Iterable[Phrase], name: str = "phrases") -> list[list[Symbol]]:
     parts = [_words(name, phrase) for phrase in phrases]
     if not parts or not all(parts):
-        raise ValueError(
-            f"{name} must be at least one, each of at least one word; got {list(phrases)!r}."
-        )
+        text = f"{name} must be at least one, each of at least one word; got {list(phrases)!r}"
+        raise ValueError(f"{text}. Give a word, or a list of words.")
     return parts
 
 

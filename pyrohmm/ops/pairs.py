@@ -68,7 +68,7 @@ class Pairs:
             if tensor.dim() != 1 or len(tensor) == 0 or tensor.shape != first.shape:
                 raise ValueError(
                     f"{name} must have shape (M,), as first and with at least one pair; got "
-                    f"{tuple(tensor.shape)}, and first has {tuple(first.shape)}."
+                    f"{tuple(tensor.shape)}, and first has {tuple(first.shape)}. Flatten them."
                 )
         for name, tensor in (("first", first), ("second", second)):
             check_range(name, tensor, num_symbols, "V - 1")

@@ -108,7 +108,7 @@ def _arranged(
     if shape[-2:-1] != (num_states,) or shape[-1] < 1:
         raise ValueError(
             f"log_duration must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
-            f"{tuple(shape)}."
+            f"{tuple(shape)}. Column d is of d + 1 steps."
         )
     weights = segment_weights(log_duration, censored_end, censored_start, log_mean)
     weights = weights.mT.movedim((0, 1), (-4, -3))  # (*b, 2, 2, D, K)

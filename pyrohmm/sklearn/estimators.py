@@ -258,13 +258,14 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         rows = X if parts is None else np.concatenate(X)
         table = validate_data(self, rows, reset=reset, dtype=[np.float64, np.float32, np.int64])
         if parts is not None and lengths is not None and list(lengths) != parts:
-            raise ValueError(f"lengths must be left out where X is a list; got {list(lengths)}.")
+            text = f"lengths must be left out where X is a list; got {list(lengths)}"
+            raise ValueError(f"{text}. Pass one or the other.")
         lengths = _lengths_in(y, len(table)) if lengths is None else lengths
         found = np.atleast_1d(parts or (len(table) if lengths is None else lengths))
         if found.dtype.kind not in "iu" or (found < 1).any() or found.sum() != len(table):
             raise ValueError(
                 "lengths must be positive integers whose sum is the number of rows of X, "
-                f"{len(table)}; got {found.tolist()}."
+                f"{len(table)}; got {found.tolist()}. Count rows of each sequence."
             )
         return table, found.tolist()
 

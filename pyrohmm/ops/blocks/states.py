@@ -51,7 +51,7 @@ class Blocks:
         if len(numbers) == 0 or not torch.equal(numbers, torch.arange(len(numbers))):
             raise ValueError(
                 "assignment must number clusters from 0 on, each with a symbol; got the numbers "
-                f"{numbers.tolist()[:10]}."
+                f"{numbers.tolist()[:10]}. Renumber by unique(return_inverse=True)."
             )
         check_shape("sizes", self.sizes, (len(numbers),), "(B,)")
         if int(self.sizes.min()) < 1:
