@@ -179,7 +179,7 @@ class SemiMarkovChain(Chain):
         return spent / spent.sum(-1, keepdim=True)
 
     def factors(self) -> dict[str, Tensor]:
-        """The parameters; of a left-censored first segment less its log mean duration.
+        """The parameters; with left-censoring initial states less their log mean durations.
 
         Of all whole durations a moment in time falls into each in proportion to its length.
         """

@@ -311,7 +311,7 @@ class FlatCovariance(OwnChecks):
         return _square(root)
 
     def _small(self, root: Tensor) -> Tensor:
-        """Log-density term of the small scale, given Cholesky factors of the matrices."""
+        """Log-density term of the lower scale, given Cholesky factors of the matrices."""
         lower = self.lower.sqrt().diag_embed().expand(root.shape)
         inside = torch.linalg.solve_triangular(root, lower, upper=False)
         return -inside.square().sum((-2, -1))

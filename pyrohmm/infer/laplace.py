@@ -106,7 +106,7 @@ class LaplaceInformation(Information):
     def of(
         self, function: Callable[[HMM], Tensor], data: Sequences | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Value and standard error of a function of the HMM, that of the effects included."""
+        """Value and standard error of a function of the HMM; random effects add to the error."""
         value, error = super().of(function, data)
         data = None if data is None else data.to(torch.float64)
         here, b = torch.zeros(len(self.labels), dtype=torch.double), self.marginal.modes[0]

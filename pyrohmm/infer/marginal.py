@@ -82,7 +82,7 @@ class Marginal:
 
     @property
     def room(self) -> int:
-        """Number of copies that are evaluated at once."""
+        """Number of copies of the model evaluated in one batch, as memory allows."""
         passes = 1 + self.size if self.widths is None else self.nodes
         return max(1, CELLS // (self.cells * passes))
 

@@ -432,7 +432,7 @@ class HMC(Chains):
         return self.inverse * likelihood + prior
 
     def begin(self, start: Fit | Values | Start | None) -> None:
-        """Initialise the chains."""
+        """Set the first positions of the chains: ascents from the prior, or ``start``."""
         hamiltonian = self.hamiltonian
         if start is None:
             found = {}

@@ -157,7 +157,7 @@ class TransitionStep(Protocol):
     def __call__(
         self, rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
     ) -> Tensor:
-        """Increase the objective.
+        """M-step of transition matrices, which never lowers the objective.
 
         Args:
             rows: ``(R, K, K)`` float64, the start of each of R restarts.

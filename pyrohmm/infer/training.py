@@ -330,7 +330,7 @@ class Training(FitLoop):
 
 
 def why_converged(losses: list[Tensor], tolerance: float | None, units: float = 0.0) -> str | None:
-    """The reason to end a fit whose loss no longer falls, if that is so.
+    """The reason to end a fit whose mean loss falls by less than ``tolerance`` of itself; or None.
 
     The mean of the last 25 losses is compared with that of the 25 before, every 25 steps. What
     the ``units`` of the data add to a loss is not counted.

@@ -376,7 +376,7 @@ class Information:
         return value, self._errors(slopes).to(value)
 
     def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
-        """Lower and upper limits of a parameter."""
+        """Confidence limits of a parameter, ``z`` standard errors ``error`` away."""
         return part.interval(error, z)
 
     def intervals(
@@ -402,7 +402,7 @@ class Information:
 def graded(
     score: Callable[[Tensor, Tensor], Tensor], places: Tensor, room: int, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Values ``(B,)`` and gradients of a batched function of points ``(B', P)`` and their indices.
+    """Values ``(B,)``, gradients ``(B, P)`` of a batched function, in batches of ``room`` points.
 
     Args:
         score: The function.

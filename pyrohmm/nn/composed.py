@@ -292,7 +292,7 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
         return module
 
     def components(self) -> TorchDistribution:
-        """The distribution of the components."""
+        """Zero-inflated distributions of the components, ``(K, [D])``."""
         return modified.ZeroInflated(self.part.components(), gate=self.gate)
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
@@ -443,6 +443,6 @@ class _LimitedEmission(_Modified, emits=(modified.Censored, modified.Truncated))
         return cls(base.batch_shape[0], lambda _: part, type(base), (base.lower, base.upper))
 
     def components(self) -> TorchDistribution:
-        """The distribution of the components."""
+        """Censored or truncated distributions of the components, ``(K, [D])``."""
         found: TorchDistribution = self.build(self.part.components(), *self.limits)
         return found

@@ -222,7 +222,7 @@ def mode_of(
     parts: dict[str, Linear], current: Statistics, rows: int, covariates: Tensor,
     value: newton.Terms,
 ) -> Statistics:  # fmt: skip
-    """Coefficients by name that raise a function of their predictors, priors included.
+    """M-step of coefficients by Newton's method, for a function of their predictors, with priors.
 
     Newton's method ends where its steps are as good as it expects, all but at the maximum: that of
     the next M-step is another one.

@@ -124,7 +124,7 @@ class ChainTables(HMMModule, Family):
                 self.set_points(**{site: logs.exp()})
 
     def emission_module(self) -> PyroModule:
-        """The module of the emission."""
+        """Module that builds the emission distribution."""
         return self.emission
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:

@@ -176,7 +176,7 @@ class Automaton:
 
 
 def template(*items: str | int | EllipsisType | None) -> Automaton:
-    """Sentences of fixed words with gaps.
+    """Sentences that match fixed words with gaps of one word, or of any number.
 
     Args:
         *items: Words, of which a string may have several; None for any one word; ``...`` for any

@@ -221,7 +221,7 @@ class MaxProduct:
 
     @staticmethod
     def over(scores: Tensor, logs: Tensor, _: Tensor | None = None) -> Tensor:
-        """Largest scores ``(n, R, k)`` over transitions."""
+        """Largest scores after a transition, ``(n, R, k)``: the max-product step of Viterbi."""
         size = max(1, AT_ONCE // (scores[0].numel() * scores.size(-1)))
         parts, tables = scores.unsqueeze(-1).split(size), logs.split(size)
         tables = tables if len(tables) == len(parts) else tables * len(parts)
