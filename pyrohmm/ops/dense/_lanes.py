@@ -370,7 +370,7 @@ def take(norm, peak, active, logs, product, slack):
 def read_rows(
     seen, peak, place, count, along, symbols, entries, peaks, likelihood, size, height, low
 ):
-    """Read likelihoods of ``count`` steps of one sequence as :func:`read`: ``(count, size)``, flat."""
+    """Read likelihoods ``(count, size)``, flat, of some steps of one sequence: see :func:`read`."""
     zero = low - low
     for step in range(count):
         row, offset = u64(step) * size, u64(place + step * along)
