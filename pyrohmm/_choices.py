@@ -131,7 +131,7 @@ class _DrawnOnHost(TorchDispatchMode):
         device = kwargs.get("device") or (like[0].device if like else _CPU)
         random = torch.Tag.nondeterministic_seeded in function.tags
         random |= "Generator" in str(function._schema)
-        if not random or torch.device(device).type == "cpu":
+        if not random or torch.device(device).type in {"cpu", "meta"}:
             return function(*args, **kwargs)
         some, options = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
         drawn = function(*some, **options | ({"device": _CPU} if "device" in options else {}))
@@ -151,5 +151,5 @@ def first_values(device: torch.device | None = None) -> Iterator[None]:
         ...     number = torch.rand(())
     """
     device = torch.get_default_device() if device is None else device
-    with nullcontext() if device.type == "cpu" else _DrawnOnHost():
+    with nullcontext() if device.type in {"cpu", "meta"} else _DrawnOnHost():
         yield

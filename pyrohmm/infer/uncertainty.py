@@ -173,7 +173,7 @@ class Information:
 
     def built(self, values: Mapping[str, Tensor], data: Sequences | None) -> HMM:
         """Build the HMM at parameter values, for ``data``, by default the fitted sequences."""
-        with pyro.get_param_store().scope(), pyro.validation_enabled(False):
+        with PYRO, pyro.get_param_store().scope(), pyro.validation_enabled(False):
             return hmm_at(self.model, values, self.data if data is None else data, {})
 
     def check_copies(self) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Barrier
@@ -370,6 +371,20 @@ def test_public_calls_in_four_threads_all_end_and_leave_nothing_behind(tmp_path)
     parts = [calls[first::4] for first in range(4)]
     in_threads([lambda part=part: [call() for call in part] for part in parts])
     assert is_clean()
+
+
+def test_what_pyro_has_once_is_changed_under_a_lock(tmp_path, monkeypatch):
+    """Two threads that switch validation off and on again could leave it off."""
+    change, unlocked = pyro.primitives.enable_validation, []
+
+    def watched(*arguments):
+        unlocked.extend([] if PYRO._is_owned() else traceback.format_stack()[-4:-3])
+        change(*arguments)
+
+    monkeypatch.setattr(pyro.primitives, "enable_validation", watched)
+    for call in public_calls(tmp_path).values():
+        call()
+    assert not unlocked
 
 
 def test_estimators_in_threads_are_those_of_one_after_the_other():

@@ -419,12 +419,12 @@ def test_groups_of_any_size_are_computed_in_buckets():
     data = Sequences.from_list(values)
     fit = fit_em(TabularHMM(2, poisson(concentration=3.0)), data, tolerance=1e-9)
     information = fit.information(data)
-    assert len(information.parts) > 1
+    assert len(information.pieces) > 1
     u = 0.1 * torch.randn(len(information.labels))
-    found = sum(information.run(u, part)[0] for part in information.parts)
+    found = sum(weight * information.run(u, part)[0] for part, weight in information.pieces)
     torch.testing.assert_close(found, information.run(u)[0])
     found = information.gradients(u.unsqueeze(0))[0]
-    information.parts = [information.data]
+    information.pieces = [(information.data, 1.0)]
     torch.testing.assert_close(found, information.gradients(u.unsqueeze(0))[0])
 
 
