@@ -156,7 +156,7 @@ class _WithGradient(torch.autograd.Function):
         value, ctx.gradient = flushed(forward, *inputs)
         ctx.save_for_backward(*inputs, *also)
         ctx.twin, ctx.dtype = twin, dtype
-        return value
+        return value.detach()  # not one that the gradient may hold: they would hold each other
 
     @staticmethod
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,7 @@ Everything is NumPy in float64, for one sequence of one chain. All are logarithm
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -276,3 +277,19 @@ def by_tables(data, priors):
     evidence = log_sum(np.array(logs))
     weights = np.exp(np.array(logs) - evidence)
     return evidence, [sum(w * m[i] for w, m in zip(weights, means)) for i in range(3)]
+
+
+def cyclic(step: Callable[[], object]) -> int:
+    """Number of tensors that a further ``step`` leaves to Python's collector of cycles."""
+    step()
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        step()
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -100,6 +100,12 @@ class Chain:
         return {name: p.shape[: p.dim() - len(cores[name])] for name, p in self.parameters.items()}
 
     @property
+    def shared(self) -> bool:
+        """Whether all sequences, and all of their steps, have the same parameters."""
+        sizes = {size for core in self.cores.values() for size in core}
+        return not any(self.batches.values()) and sizes.isdisjoint({"T", "T-1"})
+
+    @property
     def steps(self) -> dict[str, int]:
         """Number of steps T that time-dependent parameters have, by name; none by default."""
         return {}

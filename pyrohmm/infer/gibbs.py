@@ -157,7 +157,9 @@ class Gibbs(Chains):
         self.parameters = parameters
         module = parameters.module
         self.num_sets = 1 if values is None else len(values)
-        self.parts, self.pairs = self.data.buckets, list[tuple[HMM, Sequences]]()
+        fixed = parameters.example.num_steps != parameters.probe.num_steps  # of so many steps
+        self.parts = [self.data] if fixed else self.data.buckets
+        self.pairs: list[tuple[HMM, Sequences]] = []
         if values is not None:
             self.data = self.data.with_total(self.data.total)
             several = values.repeat_interleave(self.copies // self.num_sets, 0)

@@ -261,10 +261,8 @@ class Maximization:
         self.gradient = GradientSteps(parameters, gradient_step or GradientStep(), rest)
         self.symbols = is_categorical(hmm.emission)
         self.numbers = clusters and not self.symbols
-        cores, batches = hmm.chain.cores, hmm.chain.batches
-        single = not any(batches.values()) and not any("T" in core for core in cores.values())
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
-        self.in_parts = single and (own or countable)
+        self.in_parts = hmm.chain.shared and (own or countable)
         self.whole = log_prior is not None and not self.in_parts  # it may sum over sequences
         self.summed = self.in_parts and (countable or getattr(emission, "summed", True))
         plain = type(hmm).expected_counts is HMM.expected_counts and type(hmm.chain) is MarkovChain

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pyro
 import torch
@@ -79,12 +79,21 @@ def sequence_plates(
 def pieces_of(model: Callable[..., Any], data: Sequences) -> list[tuple[Sequences, float]]:
     """Sequences, and weights of sum one, whose weighted log joint densities are that of ``data``.
 
-    They are buckets, of models of this package without variables of single sequences; a user's
-    model, which may know how many sequences there are, takes all of them at once.
+    They are buckets, of models of this package without variables of single sequences. All at once
+    are those of a user's model, which may know how many there are, of one for so many steps, and of
+    a ``log_prior`` where sequences have parameters of their own.
     """
     own = isinstance(model, MarginalModel) and type(model).__module__.startswith(OWN)
-    several = own and len(data.bucket_members) > 1
-    if not several or sequence_plates(model, data.buckets[0]):
+    if not own or len(data.bucket_members) == 1:
+        return [(data, 1.0)]
+    bucket = data.buckets[0]
+    with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+        trace = poutine.trace(model).get_trace(bucket)
+    hmm = trace.nodes["_RETURN"]["value"]
+    shared = hmm.chain.shared and hmm.emission.batch_shape[:-1].numel() == 1
+    prior = cast(MarginalModel, model).log_prior
+    fixed = hmm.num_steps != bucket.num_steps or (prior is not None and not shared)
+    if fixed or sequence_plates(model, bucket, trace):
         return [(data, 1.0)]
     return [*weighted(data)]
 

@@ -497,3 +497,16 @@ def test_one_long_sequence_among_short_ones_changes_nothing(kind):
     wanted = torch.autograd.grad(torch.cat(alone).sum(), case.parameters, retain_graph=True)
     gradients = torch.autograd.grad(found.sum(), case.parameters)
     torch.testing.assert_close(gradients, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
+def test_a_gradient_leaves_nothing_to_the_collector(monkeypatch, kind, all_transitions, dtype):
+    """One that held the value that it is of would keep the memory of a step until then."""
+    compute(monkeypatch, all_transitions)
+
+    def step():
+        case = Case(kind, [3, 1, 2], [4, 1, 6], dtype=dtype)
+        case.hmm.log_prob(case.values).sum().backward()
+
+    assert oracle.cyclic(step) == 0

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 
+import oracle
 import pyro
 import pytest
 import torch
@@ -671,3 +672,16 @@ def test_gradients_by_the_matrix_of_blocks_count_transitions_to_missing_steps(si
         value = other.log_prob(values).sum()
         found.append((value, *torch.autograd.grad(value, tables)))
     torch.testing.assert_close(*found)
+
+
+def test_a_gradient_leaves_nothing_to_the_collector(hmm):
+    """One that held the value that it is of would keep memory of every step until then."""
+    values, parts = hmm.sample(), {}
+    for name, parameter in hmm.chain.parameters.items():
+        parts[name] = parameter.detach().requires_grad_()
+
+    def step():
+        chain = hmm.chain.replace(**parts)
+        HMM.of(chain, hmm.emission, LENGTHS, hmm.observed).log_prob(values).sum().backward()
+
+    assert oracle.cyclic(step) == 0

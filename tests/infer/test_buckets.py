@@ -4,9 +4,11 @@ import numpy as np
 import pyro
 import pytest
 import torch
-from pyro.distributions import Normal, Poisson
+from pyro.distributions import Categorical, Dirichlet, Normal, Poisson
+from pyro.nn import PyroSample
 
 from pyrohmm import (
+    HMM,
     MarginalModel,
     RegressionHMM,
     Sequences,
@@ -21,6 +23,7 @@ from pyrohmm import (
 )
 from pyrohmm.data import packed
 from pyrohmm.infer.mcmc import HMC
+from pyrohmm.nn.base import HMMModule
 
 LENGTHS = [30, 1, 1, 7, 2, 12]
 
@@ -186,3 +189,68 @@ def test_answers_of_estimators(monkeypatch):
     wanted += [probs.max(1).sum(), probs.argmax(1)]
     for answer, right in zip(answers, wanted, strict=True):
         np.testing.assert_allclose(answer, right, rtol=1e-9)
+
+
+class PerStep(HMMModule):
+    """Matrices of so many steps, which all sequences share; ``cut`` to those that there are."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.cut, self.faces = cut, torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.2, 0.7]])
+        self.transition = PyroSample(Dirichlet(torch.full((29, 2, 2), 2.0)).to_event(2))
+
+    def emission_module(self):
+        return None
+
+    def forward(self, lengths, observed=None):
+        size = int(lengths.max()) if self.cut else 30
+        even, steps = torch.full((2,), 0.5).log(), self.transition[..., : size - 1, :, :].log()
+        return HMM(
+            even, steps, Categorical(self.faces), lengths, observed, num_steps=size,
+            transition_per_step=True,
+        )  # fmt: skip
+
+
+def of_faces(lengths):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(3, (len(lengths), max(lengths)), generator=generator)
+    return Sequences(values, torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("lengths", [[30, 2, 30, 2, 2], [2, 2, 30, 2], [30, 7]], ids=str)
+def test_em_of_matrices_of_each_step_that_sequences_share(both, lengths):
+    start = {"transition": torch.full((1, 1, 29, 2, 2), 0.5)}
+
+    def fit(data):
+        return fit_em(
+            PerStep(True), data, restarts=1, start=start, num_iterations=12, tolerance=None
+        ).losses
+
+    one, several = both(fit, of_faces(lengths))
+    torch.testing.assert_close(one, several)
+    assert (one.diff() < 1e-9).all()
+
+
+def test_hamiltonian_chains_of_a_module_for_so_many_steps(both):
+    def density(data):
+        sampler = HMC(MarginalModel(PerStep(False)), data, 0.8, False, 3, 2, 2, 1)
+        return sampler.log_density({name: 0 * x + 0.5 for name, x in sampler.prior.items()})
+
+    one, several = both(density, of_faces([30, 2, 2, 7]))
+    torch.testing.assert_close(one, several)
+
+
+def test_hamiltonian_chains_with_a_prior_of_all_sequences(both):
+    parts = [torch.randn(size, 2) for size in [80, 35, 3, 2, 2, 5]]
+    data = Sequences.from_list([part[:, 0] for part in parts], covariates=parts)
+
+    def density(data):
+        module = RegressionHMM(2, normal(0), transition=[0, 1], prior_scale=1.0)
+        model = MarginalModel(
+            module, lambda hmm: -hmm.log_transition[..., 0, 1].exp().mean(-1).mean(-1, True)
+        )
+        sampler = HMC(model, data, 0.8, False, 3, 2, 2, 1)
+        return sampler.log_density({name: 0 * x + 1.0 for name, x in sampler.prior.items()})
+
+    one, several = both(density, data)
+    torch.testing.assert_close(one, several)
