@@ -306,7 +306,7 @@ def by_covariates(path: Path, formula: str) -> list[dict[str, Any]]:
     start = torch.zeros(7, size).double()
     start[:, 0] = -2.0
     for _ in range(2):  # the first run compiles
-        module.moves.coefficients = start.flatten().clone()
+        module.transition_predictors.coefficients = start.flatten().clone()
         start_time = time.process_time()
         fit: Any = fit_em(module, data, num_iterations=500, tolerance=1e-11, acceleration=True)
         errors = fit.std_errors(data)["module.rates.coefficients"]
