@@ -355,6 +355,15 @@ def cells_where(name: str, claim: str, protocol: str, data: str | None = None) -
     return round(found[0][protocol]["number"] * num_cells(name))
 
 
+def alike(measure: str, protocol: str) -> int:
+    """In how many cells of synthetic data the direct fit is best, all models measured alike."""
+    best = 0
+    for n, length in sorted({(row["n"], row["l"]) for row in rows("densehmm_synthetic")}):
+        cell = rows("densehmm_synthetic", protocol=protocol, n=n, l=length)
+        best += min(cell, key=lambda row: row[measure]["ours"])["model"] == "dense, direct"
+    return best
+
+
 def num_cells(name: str) -> int:
     """The number of pairs of n and l."""
     return len({(row["n"], row["l"]) for row in rows(name)})
@@ -381,6 +390,9 @@ def figure_numbers() -> dict[str, str]:
         "truth": str(cells_where("densehmm_synthetic", truth, code)),
         "counts": str(cells_where("densehmm_synthetic", counts, code)),
         "truth_right": str(cells_where("densehmm_synthetic", truth, right)),
+        "alike_sampled": str(alike("mad_sampled_to_truth", code)),
+        "alike_exact": str(alike("mad_to_truth", code)),
+        "fair_sampled": str(alike("mad_sampled_to_truth", right)),
         "comparable": str(cells_where("densehmm_synthetic", "NLL: all four", code)),
         "close": str(cells_where("densehmm_synthetic", "MAD: standard and fair", code)),
         "worst": f"{min(worst[code])} to {max(worst[code])}",
@@ -793,46 +805,98 @@ def dense_training_table() -> str:
 
 GPU_METHODS = {
     "pyrohmm": "pyrohmm",
+    "pyrohmm, messages by one kernel (prototype)": "one kernel",
+    "dynamax, gpu": "dynamax",
     "DiscreteHMM": "DiscreteHMM",
-    "DiscreteHMM, CUDA graph": "as a graph",
-    "log space, CUDA graph": "a loop as a graph",
+    "DiscreteHMM, CUDA graph": "its graph",
+    "log space, CUDA graph": "graph of a loop",
+    "pyrohmm, two cores of another CPU": "pyrohmm, CPU",
 }
 
 
+def _gpu_rows(part: str) -> dict[tuple[str, str], list[Row]]:
+    """Rows of a part by date and shape."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows("gpu_throughput", part=part):
+        shape = " x ".join(map(str, row["shape"]))
+        found.setdefault((row["date"], f"{row.get('emission', 'categorical')} {shape}"), [])
+        found[row["date"], f"{row.get('emission', 'categorical')} {shape}"].append(row)
+    return found
+
+
+def _milliseconds(found: list[Row], method: str, of: str = "seconds") -> str:
+    """Milliseconds of a method, or a dash."""
+    numbers = [1e3 * row[of] for row in found if row["method"] == method and of in row]
+    return plain(numbers[-1] if numbers else None, 2 if numbers and numbers[-1] < 1 else 1)
+
+
 def gpu_table() -> str:
-    """Milliseconds on a GPU of evidence with gradient, beside Pyro's, and of an iteration of EM."""
-    of = partial(rows, "gpu_throughput")
-    found = {(*row["shape"], row["emission"]): row for row in of(part="em")}
-    body = []
-    for (*shape, emission), em in found.items():
-        cells = [f"{emission} {' x '.join(map(str, shape))}"]
-        for method in (
-            "pyrohmm",
-            "DiscreteHMM",
-            "DiscreteHMM, CUDA graph",
-            "log space, CUDA graph",
-        ):
-            (row,) = of(part="evidence", emission=emission, shape=shape, method=method)
-            cells.append(plain(1e3 * row["seconds"]) if "seconds" in row else "-")
-        body.append([*cells, plain(1e3 * em["seconds"])])
-    header = [
-        "N x T x K x V or D",
-        "pyrohmm",
-        "DiscreteHMM",
-        "as a graph",
-        "a loop as a graph",
-        "EM",
+    """Milliseconds on a GPU of evidence with gradient, by date and method."""
+    body = [
+        [date, shape, *(_milliseconds(found, method) for method in GPU_METHODS)]
+        for (date, shape), found in _gpu_rows("evidence").items()
     ]
+    return table(["date", "N x T x K x V or D", *GPU_METHODS.values()], body)
+
+
+def gpu_parts_table() -> str:
+    """What of a call on a GPU is messages, how long the device works, and how many kernels."""
+    names = list(GPU_METHODS)[:2]
+    body = []
+    messages = _gpu_rows("messages")
+    for key, found in _gpu_rows("evidence").items():
+        for method in names:
+            row = next((row for row in found if row["method"] == method), None)
+            alone = _milliseconds(messages.get(key, []), method)
+            if row and (alone != DASH or "kernels" in row):
+                busy = _milliseconds([row], method, "device_seconds")
+                kernels = f"{row['kernels']:.0f}" if "kernels" in row else DASH
+                whole = _milliseconds([row], method)
+                body.append([*key, GPU_METHODS[method], whole, alone, busy, kernels])
+    header = ["date", "N x T x K x V", "messages by", "call", "messages", "device works", "kernels"]
     return table(header, body)
 
 
-def gpu_epochs_table() -> str:
-    """Seconds of an epoch of a neural HMM on a GPU."""
+def gpu_fits_table() -> str:
+    """Milliseconds of a further iteration of fits on a GPU."""
     body = [
-        [f"{row['states']:,}", row["method"], f"{row['tokens']:,}", plain(row["seconds"])]
-        for row in rows("gpu_throughput", part="epochs")
+        [row["date"], row["fit"], " x ".join(map(str, row.get("shape", []))) or DASH,
+         plain(1e3 * row["seconds"])]
+        for row in rows("gpu_throughput", part="fits")
+    ]  # fmt: skip
+    for (date, shape), found in _gpu_rows("em").items():
+        body.append([date, "EM", shape, plain(1e3 * found[0]["seconds"])])
+    return table(["date", "fit", "N x T x K x V or D", "ms an iteration"], body)
+
+
+def gpu_tokens_table() -> str:
+    """Tokens a second of dense HMMs on a GPU."""
+    body = [
+        [row["date"], f"{row['states']:,}", row["method"], f"{row['tokens_a_second'] / 1e6:.2f}"]
+        for row in rows("gpu_throughput", part="tokens")
     ]
-    return table(["K", "precision", "tokens a step", "seconds an epoch"], body)
+    return table(["date", "K", "", "million tokens a second"], body)
+
+
+def gpu_neural_table() -> str:
+    """Milliseconds of a step of training of a neural HMM on a GPU."""
+    body = []
+    for row in rows("gpu_throughput", part="neural"):
+        dropped = f"{percent(row['dropout'], 0)} %" if "dropout" in row else "not recorded"
+        busy = plain(1e3 * row["device_seconds"]) if "device_seconds" in row else DASH
+        kernels = f"{row['kernels']:,.0f}" if "kernels" in row else DASH
+        milliseconds = plain(1e3 * row["seconds"])
+        body.append(
+            [row["date"], f"{row['states']:,}", dropped, row["method"], milliseconds, busy, kernels]
+        )
+    for row in rows("gpu_throughput", part="epochs"):  # of 42,068 sentences of 22 words
+        steps = -(-42_068 * 22 // row["tokens"])
+        body.append(
+            [row["date"], f"{row['states']:,}", "0 %", row["method"],
+             plain(1e3 * row["seconds"] / steps), DASH, DASH]
+        )  # fmt: skip
+    header = ["date", "K", "states dropped", "precision", "ms a step", "device works", "kernels"]
+    return table(header, body)
 
 
 def monarch_table() -> str:
@@ -996,7 +1060,10 @@ TABLES = {
     "control": control_table,
     "dense_training": dense_training_table,
     "gpu": gpu_table,
-    "gpu_epochs": gpu_epochs_table,
+    "gpu_parts": gpu_parts_table,
+    "gpu_fits": gpu_fits_table,
+    "gpu_tokens": gpu_tokens_table,
+    "gpu_neural": gpu_neural_table,
     "monarch": monarch_table,
     "starts": starts_table,
 }
@@ -1126,7 +1193,15 @@ def matrix_numbers() -> dict[str, str]:
         for row in rows("densehmm_matrix_fit", part="draws")
         if row["draws_at_or_below_paper"] < row["runs"]
     ]
+    samples = rows("densehmm_matrix_fit", part="draws")
+    hardest = min(samples, key=lambda row: row["draws_at_or_below_paper"])
+    (steps,) = {row["steps"] for row in samples}
+    few = sum(2 * row["draws_at_or_below_paper"] <= row["runs"] for row in samples)
     return {
+        "steps": f"{steps:,}",
+        "most": str(len(code) - few),
+        "hardest": f"{hardest['ours']:.3f}",
+        "hardest_paper": f"{hardest['paper']:.3f}",
         "rows": str(len(code)),
         "code": str(sum(excess <= 0 for excess in code)),
         "decaying": str(sum(excess <= 0 for excess in decaying)),
@@ -1266,6 +1341,7 @@ def language_numbers() -> dict[str, str]:
         "level_epochs": str(level["epochs"]),
         "level_hours": f"{level['minutes'] / 60:.1f}",
         "level_below": bounds(below, 0),
+        "dropout_within": dropout_within(),
         "no_dropout": held_out("large", "no dropout"),
         "dropout": held_out("large", "base"),
         "dropout_small": held_out("small", "dropout 0.5"),
@@ -1276,6 +1352,17 @@ def language_numbers() -> dict[str, str]:
         "widest_seconds": f"{widest['seconds_per_epoch']:.0f}",
         "widest_gigabytes": plain(widest["gigabytes"]),
     }
+
+
+def dropout_within() -> str:
+    """By how many percent the default dropout is above the best, at most, rounded up."""
+    apart = []
+    for row in rows("dropout"):
+        few = row["epochs"] <= 16 * (row["tokens"] / row["parameters"]) ** (1 / 3)
+        if row["dropout"] == ("none" if few else "0.5 to 0.25"):
+            others = rows("dropout", part=row["part"], epochs=row["epochs"])
+            apart.append(row["perplexity"] / min(other["perplexity"] for other in others) - 1)
+    return str(math.ceil(100 * max(apart)))
 
 
 KNESER_NEY = "Kneser-Ney 5-gram, interpolated, three discounts"

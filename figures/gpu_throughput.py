@@ -1,23 +1,40 @@
-"""Speed on a GPU: evidence with gradient, EM, and epochs of large language models.
+"""Speed on a GPU: evidence with gradient, fits, dense HMMs of tokens, and large neural HMMs.
 
-Every method of a comparison is timed in turn in one run, in float32, until the device has finished.
-Beside the evidence stand Pyro's ``DiscreteHMM`` and a loop of logsumexp, plain and, where torch can
-capture it, as a CUDA graph. Without a GPU only ``--quick`` runs, with small sizes on the CPU: it
-shows that the script works, and nothing of a GPU. Writes ``gpu_throughput.json``.
+Every method of a comparison is timed in turn in one run, in float32, until the device has finished;
+the profiler counts what a call launches. Parts: ``evidence`` of this package, of dynamax if it is
+installed, of Pyro's ``DiscreteHMM``, and of a loop of logsumexp, as they are and, where torch can
+capture them, as a CUDA graph; ``messages``, the recursion and its gradient alone, given
+log-likelihoods; ``fits``, an iteration of EM, MAP, SVI and co-occurrences; ``tokens``, tokens a
+second of dense HMMs of 33,279 tokens, beside PyJuice if it is installed; ``neural``, a step of
+training of an HMM of thousands of states, with and without dropout.
+
+Each number has its date, card and versions beside it, and stays until its part is measured again on
+the same day: the file is a history. A part that fails is written as such, and the others go on.
+After seven minutes no more is begun. Without a GPU only ``--quick`` runs, with small sizes on the
+CPU: it shows that the script works, and nothing of a GPU. Writes ``gpu_throughput.json`` and
+``gpu_throughput.png``.
 """
 
 from __future__ import annotations
 
+import datetime
+import os
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # jax would take all the memory
+
 import pyro
 import torch
-from common import arguments, earlier, interleaved, write
+from common import FOLDER, arguments, earlier, interleaved, launches, pyplot, write
+from common.problems import Problem as Peers
+from common.problems import jax
 from pyro.distributions import Categorical, DiscreteHMM, Normal
+from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
     HMM,
@@ -27,32 +44,39 @@ from pyrohmm import (
     TabularHMM,
     blocks,
     categorical,
+    fit_cooccurrence,
     fit_em,
     fit_map,
-    normal,
+    fit_svi,
 )
+from pyrohmm.ops import recursions
 
-SYMBOLS = [(256, 100, 16, 64), (64, 200, 128, 1000), (32, 64, 1024, 1000), (1, 10000, 8, 32)]
+try:
+    import pyjuice
+except ImportError:
+    pyjuice = None
+
+NAME = "gpu_throughput"
+SYMBOLS = [(256, 100, 16, 64), (64, 200, 128, 1000), (32, 64, 1024, 1000), (1, 10000, 8, 32),
+           (8, 64, 16, 16), (1024, 200, 32, 100)]  # fmt: skip
 VECTORS = [(64, 200, 32, 40), (256, 100, 16, 2)]  # N, T, K, D
-STATES = [4096, 32768]  # of language models, in 128 blocks
-QUICK_SYMBOLS, QUICK_VECTORS, QUICK_STATES = [(4, 10, 4, 8)], [(4, 10, 4, 2)], [64]
-PARTS = ["evidence", "em", "epochs"]
-VOCABULARY, BLOCKS = 10_000, 128
+PARTS = ["evidence", "messages", "fits", "tokens", "neural"]
+LIMIT = 420.0  # seconds
+Row = dict[str, Any]
+Call = Callable[[], Any]
 
 
 class Problem:
     """Random parameters and observations of one shape on a device."""
 
-    def __init__(self, shape: tuple[int, int, int, int], vectors: bool, device: torch.device):
+    def __init__(self, shape: tuple[int, ...], vectors: bool, device: torch.device) -> None:
         torch.manual_seed(0)
         size, steps, states, width = self.shape = shape
         self.vectors = vectors
         sizes = [(states,), (states, states), (states, width)]
         self.parameters = [torch.randn(*each, device=device).requires_grad_() for each in sizes]
-        if vectors:
-            self.values = torch.randn(size, steps, width, device=device)
-        else:
-            self.values = torch.randint(width, (size, steps), device=device)
+        values = torch.randn(size, steps, width) if vectors else torch.randint(width, (size, steps))
+        self.values = values.to(device)
         self.lengths = torch.full((size,), steps)
 
     def emission(self) -> Any:
@@ -70,6 +94,18 @@ class Problem:
             validate_args=False,
         )  # fmt: skip
         torch.autograd.grad(hmm.log_prob(self.values).sum(), self.parameters)
+
+    def messages(self) -> Call:
+        """The recursion and its gradient, given log-likelihoods."""
+        with torch.no_grad():
+            seen = self.emission().log_prob(self.values.unsqueeze(2))
+            logs = [part.log_softmax(-1) for part in self.parameters[:2]]
+        leaves = [part.requires_grad_() for part in (logs[0], logs[1].unsqueeze(0), seen)]
+
+        def run() -> None:
+            torch.autograd.grad(recursions.log_evidence(*leaves, self.lengths).sum(), leaves)
+
+        return run
 
     def log_space(self) -> None:
         """A loop of logsumexp with torch's autograd."""
@@ -89,12 +125,8 @@ class Problem:
         )
         torch.autograd.grad(hmm.log_prob(self.values).sum(), self.parameters)
 
-    def data(self) -> Sequences:
-        """The observations, for fits."""
-        return Sequences(self.values, self.lengths)
 
-
-def finished(method: Callable[[], Any], device: torch.device) -> Callable[[], None]:
+def finished(method: Call, device: torch.device) -> Call:
     """``method`` until the device has done all of it."""
 
     def run() -> None:
@@ -105,7 +137,7 @@ def finished(method: Callable[[], Any], device: torch.device) -> Callable[[], No
     return run
 
 
-def as_graph(method: Callable[[], Any]) -> Callable[[], Any]:
+def as_graph(method: Call) -> Call:
     """``method`` captured as a CUDA graph, which must not wait for the device."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -119,113 +151,231 @@ def as_graph(method: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
-def evidence(problem: Problem, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+def timed(plans: dict[str, Callable[[], Call]], device: torch.device, quick: bool) -> list[Row]:
+    """Rows of methods that are made by ``plans``; one that cannot be made or run says why."""
+    ready: dict[str, Call] = {}
+    rows: list[Row] = []
+    for name, plan in plans.items():
+        try:
+            run = finished(plan(), device)
+            run()
+        except Exception as error:  # out of memory, not to be captured, or of another package
+            rows.append({"method": name, "skipped": str(error).split("\n")[0][:200]})
+        else:
+            ready[name] = run
+    for name, times in interleaved(ready, 1 if quick else 9, seconds=2.0).items():
+        found = {"seconds": median(times), "lowest": min(times), "highest": max(times)}
+        ours = {} if "graph" in name or "dynamax" in name else launches(ready[name])
+        rows.append({"method": name, **found, **ours})
+    return rows
+
+
+def evidence(shape: tuple[int, ...], vectors: bool, device: Any, quick: bool) -> list[Row]:
     """Seconds of evidence and gradient, by method."""
-    methods = {
-        "pyrohmm": problem.ours,
-        "log space": problem.log_space,
-        "DiscreteHMM": problem.discrete_hmm,
-    }
-    skipped: dict[str, str] = {}
-    ready: dict[str, Callable[[], Any]] = {}
-    for name, method in methods.items():
-        plans = {name: lambda method=method: method}
-        if device.type == "cuda":
-            plans[f"{name}, CUDA graph"] = partial(as_graph, method)
-        for title, plan in plans.items():
-            try:
-                run = finished(plan(), device)
-                run()
-            except RuntimeError as error:  # out of memory, or not to be captured
-                skipped[title] = str(error).splitlines()[0]
-            else:
-                ready[title] = run
-    times = interleaved(ready, rounds)
-    rows = [row("evidence", problem, name, each) for name, each in times.items()]
-    return rows + [row("evidence", problem, name, [], why) for name, why in skipped.items()]
+    problem, here = Problem(shape, vectors, device), Problem(shape, vectors, torch.device("cpu"))
+    plans: dict[str, Callable[[], Call]] = {"pyrohmm": lambda: problem.ours}
+    plans |= {"DiscreteHMM": lambda: problem.discrete_hmm, "log space": lambda: problem.log_space}
+    if device.type == "cuda":
+        plans |= {f"{n}, CUDA graph": lambda p=p: as_graph(p()) for n, p in plans.items()}
+        plans[f"pyrohmm, CPU, {torch.get_num_threads()} threads"] = lambda: here.ours
+    if jax is not None and not vectors:
+        plans[f"dynamax, {jax.default_backend()}"] = lambda: Peers(*shape).dynamax()
+    kind = {"emission": "normal" if vectors else "categorical", "shape": list(shape)}
+    return [kind | row for row in timed(plans, device, quick)]
 
 
-def em(problem: Problem, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a further iteration of EM, start and end left out."""
-    states, width = problem.shape[2:]
-    family = normal(width) if problem.vectors else categorical(width)
+def messages(shape: tuple[int, ...], device: Any, quick: bool) -> list[Row]:
+    """Seconds of the recursion and its gradient."""
+    rows = timed({"pyrohmm": Problem(shape, False, device).messages}, device, quick)
+    return [{"shape": list(shape)} | row for row in rows]
 
-    def fit(num_steps: int) -> None:
-        pyro.set_rng_seed(0)
-        module = TabularHMM(states, family).to(device)
-        fit_em(
-            module, problem.data(), num_iterations=num_steps, restarts=1, tolerance=None,
-            progress=False,
-        )  # fmt: skip
 
-    short, long = 2, 12
-    times = interleaved(
-        {str(steps): finished(partial(fit, steps), device) for steps in (short, long)}, rounds
+def iteration(fit: Callable[..., Any], device: torch.device, few: int, more: int) -> Row:
+    """Seconds and launches of a further iteration of a fit, start and end left out."""
+    options: Any = {"tolerance": None, "progress": False}
+    short, long = (
+        finished(partial(fit, num_iterations=n, **options), device) for n in (few, few + more)
     )
-    pairs = zip(times[str(long)], times[str(short)])
-    return [row("em", problem, "pyrohmm", [(b - a) / (long - short) for b, a in pairs])]
+    times = interleaved({"short": short, "long": long}, 3, seconds=5.0)
+    counted = [launches(run) for run in (short, long)]
+    each = [(b - a) / more for a, b in zip(times["short"], times["long"])]
+    found = {"seconds": median(each), "lowest": min(each), "highest": max(each)}
+    return found | {name: (counted[1][name] - counted[0][name]) / more for name in counted[0]}
 
 
-def epochs(num_states: int, device: torch.device, quick: bool) -> list[dict[str, Any]]:
-    """Seconds of a pass over sentences as many and as long as those of the Penn Treebank."""
-    words, parts = (50, 4) if quick else (VOCABULARY, BLOCKS)
-    sentences, steps, tokens = (8, 10, 40) if quick else (42_068, 22, 8_192)
+def fits(device: torch.device, quick: bool) -> list[Row]:
+    """Seconds of a further iteration of EM, MAP, SVI and co-occurrences."""
+    size, steps, states = (4, 10, 4) if quick else (256, 100, 16)
+    few, more = (1, 1) if quick else (10, 40)
+
+    def problem(width: int) -> tuple[TabularHMM, Sequences]:
+        torch.manual_seed(0)
+        values, lengths = torch.randint(width, (size, steps)), torch.full((size,), steps)
+        module = TabularHMM(states, categorical(width)).to(device)
+        return module, Sequences(values, lengths).to(device)
+
+    module, data = problem(8 if quick else 64)
+    model = MarginalModel(module)
+    ways: dict[str, Callable[..., Any]] = {
+        "EM": partial(fit_em, module, data, restarts=1),
+        "MAP": partial(fit_map, model, data),
+        "SVI": lambda **options: fit_svi(model, AutoNormal(model), data, **options),
+    }
+    for width in (20, 30) if quick else (1000, 10_000):
+        ways[f"co-occurrences, V = {width:,}"] = partial(fit_cooccurrence, *problem(width))
+    shape = {"shape": [size, steps, states]}
+    return [shape | {"fit": n} | iteration(fit, device, few, more) for n, fit in ways.items()]
+
+
+def tokens(num_states: int, device: torch.device, quick: bool) -> list[Row]:
+    """Tokens a second of log evidence and gradient, or of PyJuice's flows."""
+    size, steps, width = (4, 8, 50) if quick else (512, 32, 33_279)
+    problem = Problem((size, steps, num_states, width), False, device)
+
+    def ours(precision: str) -> Call:
+        def run() -> None:
+            torch.set_float32_matmul_precision(precision)
+            problem.ours()
+            torch.set_float32_matmul_precision("highest")
+
+        return run
+
+    def peer() -> Call:
+        nodes = pyjuice.structures.HMM(
+            seq_length=steps, num_latents=num_states, num_emits=width, homogeneous=True
+        )
+        circuit = pyjuice.compile(nodes).to(device)
+        options = {"flows_memory": 1.0, "allow_modify_flows": False, "propagation_alg": "LL",
+                   "logspace_flows": True}  # fmt: skip
+        return lambda: (circuit(problem.values), circuit.backward(problem.values, **options))
+
+    plans: dict[str, Callable[[], Call]] = {"float32": lambda: ours("highest")}
+    plans["tf32"] = lambda: ours("high")
+    if pyjuice is not None and device.type == "cuda":
+        plans[f"PyJuice {version('pyjuice')}"] = peer
+    rows = timed(plans, device, quick)
+    rates = [
+        {"tokens_a_second": size * steps / r["seconds"]} if "seconds" in r else {} for r in rows
+    ]
+    return [{"states": num_states} | row | rate for row, rate in zip(rows, rates)]
+
+
+def neural(num_states: int, dropout: float, device: torch.device, quick: bool) -> list[Row]:
+    """Seconds, launches and memory of a step of training on sentences of 22 words."""
+    words, parts, size, steps, batch = (
+        (50, 4, 8, 10, 40) if quick else (10_000, 128, 2_976, 22, 8_192)
+    )
     torch.manual_seed(0)
     clusters = blocks.from_clusters(torch.arange(words) % parts, num_states // parts)
-    data = Sequences(torch.randint(words, (sentences, steps)), torch.full((sentences,), steps))
-    data = data.to(device)
-    model = MarginalModel(
-        NeuralHMM(num_states, words, 16 if quick else 256, blocks=clusters, two_level=True)
+    data = Sequences(torch.randint(words, (size, steps)), torch.full((size,), steps)).to(device)
+    module = NeuralHMM(
+        num_states, words, 16 if quick else 256, blocks=clusters, two_level=True, dropout=dropout
     ).to(device)
-    found = []
-    batches = -(-sentences * steps // tokens)
-    for title, precision in (("float32", None), ("bfloat16", torch.bfloat16)):
-        fit = partial(fit_map, model, data, batch_tokens=tokens, progress=False, tolerance=None,
-                      learning_rate=1e-3, precision=precision)  # fmt: skip
-        finished(partial(fit, num_iterations=1), device)()  # the first call may compile
-        start = time.perf_counter()
-        finished(partial(fit, num_iterations=batches), device)()
-        seconds = time.perf_counter() - start
-        found.append({"part": "epochs", "states": num_states, "method": title,
-                      "tokens": tokens, "seconds": seconds})  # fmt: skip
-    return found
+    rows = []
+    for name, matmul, precision in (("float32", "highest", None), ("tf32", "high", None),
+                                    ("bfloat16", "highest", torch.bfloat16)):  # fmt: skip
+        torch.set_float32_matmul_precision(matmul)
+        fit = partial(
+            fit_map, MarginalModel(module), data, batch_tokens=batch, learning_rate=1e-3,
+            precision=precision,
+        )  # fmt: skip
+        row = {"states": num_states, "dropout": dropout, "method": name, "tokens": batch}
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        row |= iteration(fit, device, *((1, 1) if quick else (4, 12)))
+        if device.type == "cuda":
+            row["gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
+        rows.append(row)
+    torch.set_float32_matmul_precision("highest")
+    return rows
 
 
-def row(
-    part: str, problem: Problem, method: str, times: list[float], skipped: str | None = None
-) -> dict[str, Any]:
-    """One row of the results."""
-    found = {"part": part, "emission": "normal" if problem.vectors else "categorical",
-             "shape": list(problem.shape), "method": method}  # fmt: skip
-    if skipped is not None:
-        return found | {"skipped": skipped}
-    return found | {"seconds": median(times), "lowest": min(times), "highest": max(times)}
+def jobs(device: torch.device, quick: bool) -> list[tuple[str, Callable[..., list[Row]]]]:
+    """What is measured, the most wanted first."""
+    symbols, vectors = ([(4, 10, 4, 8)], [(4, 10, 4, 2)]) if quick else (SYMBOLS, VECTORS)
+    sizes = [(8, 0.0), (8, 0.5)] if quick else [(4096, 0.0), (32768, 0.0), (32768, 0.5)]
+    todo: list[tuple[str, Callable[..., list[Row]]]] = [("fits", fits)]
+    todo += [("neural", partial(neural, *each)) for each in sizes]
+    todo += [("tokens", partial(tokens, each)) for each in ([8] if quick else [512, 2048])]
+    todo += [("messages", partial(messages, each)) for each in symbols]
+    todo += [("evidence", partial(evidence, each, False)) for each in symbols]
+    return todo + [("evidence", partial(evidence, each, True)) for each in vectors]
+
+
+def draw(rows: list[Row]) -> None:
+    """The latest of each: evidence by shape and method, iterations of fits, tokens a second."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 3, figsize=(10, 4.4), layout="constrained")
+    found = {
+        (*r["shape"], r["method"]): r
+        for r in rows
+        if r["part"] == "evidence" and r["emission"] == "categorical" and "seconds" in r
+    }
+    shown = [method for method in dict.fromkeys(key[-1] for key in found) if "log" not in method]
+    places = list(dict.fromkeys(key[:-1] for key in found))
+    for number, method in enumerate(shown):
+        points = [(1e3 * found[*p, method]["seconds"], y) for y, p in enumerate(places)
+                  if (*p, method) in found]  # fmt: skip
+        axes[0].plot(*zip(*points), "osD^vPX*h"[number % 9], label=method, ms=6)
+    axes[0].set_yticks(range(len(places)), [", ".join(map(str, place)) for place in places])
+    axes[0].set(xscale="log", xlabel="ms of evidence and gradient; N, T, K, V")
+    axes[0].invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=3)
+    panels = [
+        ("fits", "ms an iteration", lambda r: (r["fit"].replace(", ", "\n"), 1e3 * r["seconds"])),
+        ("tokens", "million tokens a second",
+         lambda r: (f"K = {r['states']:,}\n{r['method']}", r["tokens_a_second"] / 1e6)),
+    ]  # fmt: skip
+    for axis, (part, label, of) in zip(axes[1:], panels):
+        bars = dict(of(row) for row in rows if row["part"] == part and "skipped" not in row)
+        axis.barh(list(bars), list(bars.values()), color="C0")
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+    marks = sorted({f"{row['date']}: {row['card']}, version {row['pyrohmm']}" for row in rows})
+    figure.suptitle("; ".join(marks), fontsize=8)
+    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
+    plt.close(figure)
 
 
 def main() -> None:
-    """Measure all parts; write the results unless they are of ``--quick``."""
-    options = arguments(__doc__, PARTS, picture=False)
-    if not torch.cuda.is_available() and not options.quick:
+    """Measure all parts, and write what there is after each."""
+    options = arguments(__doc__, PARTS)
+    if options.draw:
+        draw(earlier(NAME))
+        return
+    cuda = torch.cuda.is_available()
+    if not cuda and not options.quick:
         raise SystemExit("gpu_throughput.py needs a GPU; --quick runs small sizes on the CPU.")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rounds = 1 if options.quick else 9
-    shapes = [(shape, False) for shape in (QUICK_SYMBOLS if options.quick else SYMBOLS)]
-    shapes += [(shape, True) for shape in (QUICK_VECTORS if options.quick else VECTORS)]
-    rows = []
-    with pyro.validation_enabled(False):
-        for shape, vectors in shapes:
-            problem = Problem(shape, vectors, device)
-            for part, measure in (("evidence", evidence), ("em", em)):
-                if part in options.only:
-                    rows += measure(problem, device, rounds)
-        if "epochs" in options.only:
-            for num_states in QUICK_STATES if options.quick else STATES:
-                rows += epochs(num_states, device, options.quick)
-    for each in rows:
-        print(each)
-    if not options.quick:
-        kept = [each for each in earlier("gpu_throughput") if each["part"] not in options.only]
-        write("gpu_throughput", kept + rows, device=torch.cuda.get_device_name(device))
+    device = torch.device("cuda" if cuda else "cpu")
+    card = torch.cuda.get_device_name(device) if cuda else "CPU"
+    marks = {"date": datetime.date.today().isoformat(), "card": card,
+             "pyrohmm": version("pyrohmm"), "torch": torch.__version__}  # fmt: skip
+    kept = [row for row in earlier(NAME)
+            if row["date"] != marks["date"] or row["part"] not in options.only]  # fmt: skip
+    rows: list[Row] = []
+    start_time = time.perf_counter()
+    for part, job in jobs(device, options.quick):
+        if part not in options.only:
+            continue
+        try:
+            if time.perf_counter() - start_time > LIMIT:
+                raise TimeoutError(f"{LIMIT:.0f} seconds were over")
+            with pyro.validation_enabled(False):
+                found = job(device=device, quick=options.quick)
+        except Exception as error:  # the other parts go on
+            found = [{"job": repr(job), "skipped": f"{type(error).__name__}: {error}"[:300]}]
+        if cuda:
+            torch.cuda.empty_cache()
+        rows += [{"part": part} | row | marks for row in found]
+        print(*rows[-len(found) :], sep="\n", flush=True)
+        if not options.quick:
+            write(NAME, kept + rows, device=card)
+    if options.quick:
+        failed = [row for row in rows if "skipped" in row]
+        if failed and not cuda:
+            raise SystemExit(f"{len(failed)} of {len(rows)} rows failed")
+    else:
+        draw(kept + rows)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,30 @@ def interleaved(
     return times
 
 
+def launches(call: Callable[[], Any]) -> dict[str, float]:
+    """What ``call`` launches on a GPU, by the profiler: kernels, launches, and seconds they take.
+
+    A CUDA graph is one launch of many kernels. Copies and fills count as seconds alone. Without a
+    GPU all are zero.
+    """
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda]) as found:
+        call()
+    events = found.events()
+    host = {event.name for event in events if event.device_type == DeviceType.CPU}
+    device = [e for e in events if e.device_type == DeviceType.CUDA and e.name not in host]
+    started = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+    return {
+        "kernels": float(sum(not e.name.startswith(("Memcpy", "Memset")) for e in device)),
+        "launches": float(sum(event.name.startswith(started) for event in events)),
+        "device_seconds": sum(e.time_range.elapsed_us() for e in device) / 1e6,
+    }
+
+
 def own_memory() -> float:
     """Memory of this process in MB, without pages of files."""
     status = Path("/proc/self/status").read_text()
