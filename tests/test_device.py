@@ -20,6 +20,7 @@ import torch
 from families import CASES, STATES
 from pyro.distributions import Categorical, MultivariateNormal, Normal
 from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule, PyroParam
 from torch.distributions import constraints
 from torch.utils._pytree import tree_leaves
 
@@ -397,37 +398,46 @@ def test_a_fit_goes_on_on_another_device(fit, order, monkeypatch, tmp_path):
         alike(losses, run(*prepared(*EVERY["TabularHMM"])[0]).losses)
 
 
-@SLOW
-def test_random_effects_are_those_of_the_cpu():
-    def model(data):
-        zero = data.values.new_zeros(1)
-        mean = pyro.param("mean", zero[0])
-        spread = pyro.param("spread", zero[0] + 1, constraint=constraints.positive)
+class Subjects(PyroModule):
+    """A mean of each subject; its parameters have a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = PyroParam(torch.tensor(0.0))
+        self.spread = PyroParam(torch.tensor(1.0), constraint=constraints.positive)
+        self.register_buffer("one", torch.ones(1))
+
+    def forward(self, data):
+        zero = torch.zeros_like(self.one)
         with pyro.plate("subjects", len(data)):
-            own = pyro.sample("own", Normal(0.0, spread))
-            loc = (mean + own).unsqueeze(-1)
+            own = pyro.sample("own", Normal(0.0, self.spread))
+            loc = (self.mean + own).unsqueeze(-1)
             hmm = HMM(zero, zero.unsqueeze(0), Normal(loc, 1.0), data.lengths)
             pyro.sample("x", hmm, obs=data.values)
         return hmm
 
+
+def test_random_effects_are_those_of_the_cpu_wherever_the_data_are():
     torch.manual_seed(0)
     data, found = Sequences(torch.randn(3, 1) + torch.randn(3, 4), torch.full((3,), 4)), []
     with watched():
-        for given in (data, there(data)):
-            fit = fit_laplace(model, given, ["own"], num_steps=2)
-            found.append((fit, fit.intervals(given)))
-    (here, _), (moved, _) = found
+        for model, given in ((Subjects(), data), (there(Subjects()), data)):
+            fit = fit_laplace(model, given, ["own"], num_steps=9)
+            of = fit.intervals(given, of=lambda hmm: hmm.emission.loc)
+            effect = fit.effects(given)["own"]
+            found.append((fit, [*fit.intervals(given).values(), *of.values(), effect]))
+    (here, ends), (moved, others) = found
     both_agree(here, moved)
-    for name, ends in found[0][1].items():
-        with watched():
-            for one, other in zip(found[1][1][name], ends):
-                agree(one, other)
+    with watched():
+        for one, other in zip(others, ends, strict=True):
+            for part, expected in zip(one, other, strict=True):
+                agree(part, expected)
 
 
 # What is asked of a fit ---------------------------------------------------------------------------
 
 ASKED = {
-    "intervals": lambda fit, data: fit.intervals(data),
+    "intervals": lambda fit, data: fit.intervals(data.to("cpu")),  # and moves them
     "of": lambda fit, data: fit.intervals(data, of=lambda hmm: hmm.stationary()),
     "profile": lambda fit, data: fit.intervals(
         data, of=fit.information(data).labels[0], method="profile"

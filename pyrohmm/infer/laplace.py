@@ -47,13 +47,13 @@ from ..nn.regression import Linear
 from ..ops.newton import Peak, climb
 from .coordinates import LOG, Coordinates, Packing
 from .marginal import Marginal, Values
-from .models import exclusive, unweighted
+from .models import exclusive, to_model_device, unweighted
 from .objective import APART, check_copies, latent_sites
 from .plates import Point, in_plate, marks_of, sequence_plates, wide
 from .replicates import crossing
 from .results import Fit
 from .training import check_model_and_data
-from .uncertainty import FAR, VANISHING, Information, differences, doubled, points_of
+from .uncertainty import FAR, VANISHING, Information, differences, points_of
 
 ROUNDS = 10  # of climbs, each with nodes where the last one ended
 ZERO = 3.0  # of a logarithm, below which a number is of no account
@@ -108,7 +108,7 @@ class LaplaceInformation(Information):
     ) -> tuple[Tensor, Tensor]:
         """Value and standard error of a function of the HMM; random effects add to the error."""
         value, error = super().of(function, data)
-        data = None if data is None else data.to(torch.float64)
+        data = data and to_model_device(self.model, None, data).to(torch.float64)
         here, b = torch.zeros(len(self.labels), dtype=torch.double), self.marginal.modes[0]
         scale = self.blocks.diagonal(dim1=-2, dim2=-1).rsqrt().flatten()
 
@@ -118,7 +118,7 @@ class LaplaceInformation(Information):
         slopes = differences(at, 1e-3 * scale)
         slopes = slopes.movedim(0, -1).unflatten(-1, b.shape)
         own = torch.einsum("...gi,gij,...gj->...", slopes, torch.linalg.inv(self.blocks), slopes)
-        return value, (error.square() + own).sqrt()
+        return value, (error.square() + own.to(error.device)).sqrt()
 
     def _vanishing(self) -> Tensor:
         """Mask of coordinates on the boundary, scalar standard deviations at zero included."""
@@ -194,7 +194,7 @@ class LaplaceFit(Fit):
             data: The sequences that were fitted.
         """
         with self.at_rest():
-            marginal = Marginal(doubled(self.model), data.to(torch.float64), self.random)
+            marginal = Marginal(self.model, data, self.random)
             fixed = {name: value.double() for name, value in self.parameters.items()}
             effects = {name: fixed.pop(name) for name in self.random}
             plated = self.random if marginal.plated else ()
@@ -216,8 +216,8 @@ class LaplaceFit(Fit):
         for name, mode in marginal.packing.values(b[0]).items():
             own = slopes[name].reshape(len(b[0]), -1, b.size(-1))
             variance = torch.einsum("gei,gij,gej->ge", own, spread, own)
-            shape = self.parameters[name].shape
-            found[name] = Effect(mode.detach().reshape(shape), variance.sqrt().reshape(shape))
+            like, parts = self.parameters[name], (mode.detach(), variance.sqrt())
+            found[name] = Effect(*(part.reshape(like.shape).to(like.device) for part in parts))
         return found
 
     def aic(self, data: Sequences) -> float:
@@ -379,7 +379,7 @@ def fit_laplace(
     check_size("restarts", restarts)
     check_size("num_steps", num_steps)
     random = [random] if isinstance(random, str) else list(random)
-    marginal = Marginal(doubled(model), data.to(torch.float64), random)
+    marginal = Marginal(model, data, random)
     search = _Search(marginal, dict(start or {}), restarts)
     search.check()
     first, peak = search.climb(num_steps, tolerance)

@@ -20,9 +20,10 @@ from torch.distributions import biject_to
 
 from ..data.sequences import Sequences
 from .coordinates import Packing
+from .models import to_model_device
 from .objective import log_joint
 from .plates import is_likelihood
-from .uncertainty import CELLS
+from .uncertainty import CELLS, doubled
 
 NEWTON = 60  # steps to the most probable effects
 NODES = 31  # of quadrature, the fewest
@@ -39,8 +40,8 @@ class Marginal:
     """Log marginal likelihoods of B copies of a model, random effects integrated out.
 
     Args:
-        model: In double precision.
-        data: The sequences.
+        model: Of any precision; it is copied in double precision.
+        data: The sequences, on any device.
         random: Names of the random effects, in one plate of G members.
 
     Attributes:
@@ -53,9 +54,9 @@ class Marginal:
     """
 
     def __init__(self, model: Callable[..., Any], data: Sequences, random: Sequence[str]) -> None:
-        self.model, self.data = model, data
+        self.model, self.data = doubled(model), to_model_device(model, None, data).to(torch.float64)
         with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
-            nodes = poutine.trace(model).get_trace(data).nodes
+            nodes = poutine.trace(self.model).get_trace(self.data).nodes
         self.random = {name: _plated_site(nodes, name) for name in random}
         stacks = [site["cond_indep_stack"] for site in self.random.values()]
         plates = {stack[0].name if stack else "(outside)" for stack in stacks}

@@ -20,7 +20,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
 from .coordinates import IDENTITY, LOG, Coordinates, Packing, names_of
-from .models import EnumeratedModel, MarginalModel
+from .models import EnumeratedModel, MarginalModel, to_model_device
 from .objective import APART, check_copies, log_joint
 from .plates import hmm_at, in_plate, pieces_of, wide
 
@@ -100,7 +100,7 @@ class Information:
     ) -> None:
         if isinstance(model, EnumeratedModel):
             model = MarginalModel(model.module, model.log_prior)  # the same density
-        self.model, self.data = doubled(model), data.to(torch.float64)
+        self.model, self.data = doubled(model), to_model_device(model, None, data).to(torch.float64)
         module: Any = getattr(model, "module", None)
         known = module.entry_names() if hasattr(module, "entry_names") else {}
         self.names: dict[str, list[str]] = {f"module.{name}": own for name, own in known.items()}
@@ -360,7 +360,7 @@ class Information:
         Raises:
             ValueError: If the function does not change with any parameter.
         """
-        data = None if data is None else data.to(torch.float64)
+        data = data and to_model_device(self.model, None, data).to(torch.float64)
 
         def at(u: Tensor) -> Tensor:
             return function(self.at(u, data))
