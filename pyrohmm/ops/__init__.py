@@ -8,11 +8,12 @@ Its modules; each imports only those above it:
 ``newton``            many maxima as one batch: Newton's method, and L-BFGS
 ``tensor_cache``      values derived from a tensor, or from an object, and kept
 ``_numba_math``       what all compiled loops use
-``backends``          what computes: ``use``, ``TORCH``, ``NUMBA``
+``backends``          what computes: ``use``, ``TORCH``, ``NUMBA``, ``TRITON``
 ``markov``            samples of paths of Markov chains, their stationary distribution
 ``products``          products of matrices between observations and states, and look-ups
 ``forward``           the forward pass of any chain in logarithms, by torch
 ``dense.chain``       Markov chains: the arguments, checked and in one form
+``dense._triton``     all steps of their scaled messages in one kernel, on CUDA devices
 ``dense._torch``      their recursions as torch operations
 ``dense._lanes``      what compiled passes read, and their arithmetic along sequences
 ``dense._forward``    compiled forward pass, scaled

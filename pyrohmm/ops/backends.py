@@ -1,4 +1,6 @@
-"""The two engines: loops compiled by Numba, on a CPU where it is installed, or torch.
+"""The engines: loops compiled by Numba on a CPU, by Triton on a CUDA device, or torch.
+
+Numba and Triton are taken where they are installed and work.
 
 Example:
     >>> with use(TORCH):  # this thread, whatever is installed
@@ -26,17 +28,21 @@ class Backend(Enum):
 
     TORCH = "operations of torch"
     NUMBA = "compiled loops"
+    TRITON = "one kernel for all steps"
 
 
-TORCH, NUMBA = Backend.TORCH, Backend.NUMBA
+TORCH, NUMBA, TRITON = Backend
 CPU = torch.device("cpu")
 _forced: ContextVar[Backend] = ContextVar("pyrohmm_backend", default=NUMBA)
 
 
 def pick(device: torch.device, fits: bool = True) -> Backend:
     """Engine for ``device``; torch where loops do not fit: see ``_choices``."""
-    compiled = fits and device.type == "cpu" and _forced.get() is NUMBA and has_numba()
-    return NUMBA if compiled else TORCH
+    if not fits or _forced.get() is TORCH:
+        return TORCH
+    if device.type == "cpu":
+        return NUMBA if has_numba() else TORCH
+    return TRITON if device.type == "cuda" and has_triton(device) else TORCH
 
 
 @cache
@@ -51,7 +57,8 @@ def use(backend: Backend) -> Iterator[None]:
     """Compute by ``backend`` within a ``with`` statement, in this thread.
 
     Args:
-        backend: ``TORCH``, or ``NUMBA`` for what is chosen without this context.
+        backend: ``TORCH`` on any device, or ``NUMBA`` for what is chosen without this context:
+            Numba on a CPU, Triton on a CUDA device.
 
     Raises:
         ImportError: If it is ``NUMBA``, and Numba is not installed.
@@ -71,6 +78,23 @@ def has_numba() -> bool:
     try:
         imported("._numba_math", __package__)
     except ImportError:
+        return False
+    return True
+
+
+@cache
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and works on a CUDA device; the first call tries it there."""
+    try:
+        two = torch.zeros(2, 1, 1, 1, device=device)
+        compiled("dense._triton").messages(two[0], two[:1], two, None, True)
+    except ImportError:
+        return False
+    except Exception as error:  # there may be no C compiler, or the device may be too old
+        logging.getLogger("pyrohmm").warning(
+            "Triton does not work on %s, where chains of up to 128 states are much slower without "
+            "it: %s", device, error,
+        )  # fmt: skip
         return False
     return True
 

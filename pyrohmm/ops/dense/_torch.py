@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED
+from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED, WIDEST
 from ..._sync import exceeds
+from ..backends import TRITON, compiled, pick
 from ..log_space import step_mask
 from ..products import accumulated
 from .chain import Gradient, Groups
@@ -53,15 +56,9 @@ def scaled(
     weight, peak, last, padded = _weigh(chain, dtype)
     steps, num_states = len(weight), weight.size(-1)
     back = differentiable or not on_cpu or not _is_safe(chain, dtype)
-    state, norm, arrived, probs = _messages(
-        initial, transition, weight, last if back else None, back
-    )
-    groups = initial.size(0)
-    alpha, total = state[:, :groups], norm[:, :groups]
+    alpha, total, beta, probs = _messages(initial, transition, weight, last, back)
     logs, mass, least = total.double().log().add_(peak), total, limits.tiny / limits.eps
-    if back:
-        beta = arrived[:, groups:].flip(0)
-        beta = beta if last is None else beta.masked_fill_(last, 1.0)
+    if beta is not None:
         gamma = alpha * beta
         agreement = gamma.sum(-1, keepdim=True)
         mass, least = total * agreement, least * 3 * steps
@@ -74,7 +71,7 @@ def scaled(
     mass = mass / probs.amax().clamp(min=1.0) if probs.numel() else mass
     if not exceeds(mass.amin(), num_states * least):
         exact = (mass > num_states * least).all(0).squeeze(-1)
-    if not back:
+    if beta is None:
         return evidence, exact, lambda _: None
     for part in (gamma, message):
         if padded is not None:
@@ -133,9 +130,12 @@ def _is_safe(chain: Groups, dtype: torch.dtype) -> bool:
 
 def _messages(
     log_initial: Tensor, log_transition: Tensor, weight: Tensor, last: Tensor | None, back: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scaled messages, step by step; for few long sequences by parallel chunks."""
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Scaled messages, in one kernel, by parallel chunks of few long sequences, or step by step."""
     steps, groups, size, num_states = weight.shape
+    if weight.numel() > 0 and pick(weight.device, num_states <= WIDEST) is TRITON:
+        loops = compiled("dense._triton")
+        return loops.messages(log_initial, log_transition, weight, last, back)
     most = CHUNKS[1] if weight.device.type == "cpu" else CHUNKED_ON_DEVICE
     narrow = steps >= CHUNKS[0] and groups * size * num_states**2 <= most
     if narrow and last is None and len(log_transition) == 1:
@@ -147,7 +147,7 @@ def _messages(
 
 def _by_chunks(
     log_initial: Tensor, log_transition: Tensor, weight: Tensor, back: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor] | None:
     """Scaled messages by parallel chunks of steps; None if rounding spoils them.
 
     A first pass goes through each chunk from every state, so K times as much. A prefix sum
@@ -172,24 +172,23 @@ def _by_chunks(
     begin = torch.cat([start.unsqueeze(0), filters[:-1] @ matrix.squeeze(1)])
     after = after_all.clamp(min=(num_states + 2) * torch.finfo(weight.dtype).tiny)
     begin, after = (part.transpose(0, 1).flatten(1, 2).to(weight) for part in (begin, after))
-    found = _by_steps(begin.log(), log_transition, inside.flatten(2, 3), last, back, after)
+    parts = begin.log(), log_transition, inside.flatten(2, 3), last, back, after
+    *found, probs = _by_steps(*parts)
 
-    def join(part: Tensor) -> Tensor:  # (L, G, C n, *)
+    def join(part: Tensor | None) -> Any:  # (L, G, C n, *)
+        if part is None:
+            return None
         return part.unflatten(2, (chunks, size)).movedim(2, 0).flatten(0, 1)[:steps]
 
-    ways = [join(part[:, :groups]) for part in found[:3]]
-    if not _agree(ways[0][length - 1 :: length], filters[: steps // length]):
+    alpha, total, beta = map(join, found)
+    if not _agree(alpha[length - 1 :: length], filters[: steps // length]):
         return None
     if back:
-        state, norm, arrived = (part[:, groups:].flip(0) for part in found[:3])
-        onward = state[0].unflatten(1, (chunks, size))[:, 1:] @ found[3][0].mT.unsqueeze(1)
-        onward = onward.transpose(0, 1) / onward.sum(-1).transpose(0, 1).unsqueeze(-1)
-        if not _agree(onward, after_all[:-1]):
+        here = beta[length::length] * weight[length::length]
+        onward = (here / here.sum(-1, keepdim=True)) @ probs[0].mT
+        if not _agree(onward / onward.sum(-1, keepdim=True), after_all[:-1]):
             return None
-        arrived = torch.where(last, after, arrived)
-        back_ways = (join(part).flip(0) for part in (state, norm, arrived))
-        ways = [torch.cat(pair, 1) for pair in zip(ways, back_ways)]
-    return ways[0], ways[1], ways[2], found[3]
+    return alpha, total, beta, probs
 
 
 def _agree(messages: Tensor, scanned: Tensor) -> bool:
@@ -251,7 +250,7 @@ def _by_steps(
     last: Tensor | None,
     back: bool,
     after: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Scaled forward and backward messages, four kernels a step.
 
     On that way each probability is larger by as much as a product may lose, so that no message is
@@ -267,8 +266,8 @@ def _by_steps(
         after: ``(G, n, K)``, what follows last steps, with ``last``; ones if it is nothing.
 
     Returns:
-        Messages ``(T, 2 G, n, K)``, their norms ``(T, 2 G, n, 1)`` and what arrives at each step,
-        ``(T, 2 G, n, K)``, those of the way back in their own order; transition probabilities.
+        Forward messages ``(T, G, n, K)`` and their norms ``(T, G, n, 1)``; backward messages,
+        ``(T, G, n, K)``, if they are wanted; transition probabilities.
     """
     steps, groups, num_states, _ = log_transition.shape
     ways = 1 + back
@@ -301,7 +300,12 @@ def _by_steps(
         state[t].div_(norm[t])
         if shared:
             _normal(state[t])
-    return state, norm, arrived, transition
+    beta = None
+    if back:
+        beta = arrived[:, groups:].flip(0)
+        if last is not None:
+            beta = beta.masked_fill_(last, 1.0) if after is None else torch.where(last, after, beta)
+    return state[:, :groups], norm[:, :groups], beta, transition
 
 
 def _transitions(alpha: Tensor, message: Tensor, probs: Tensor, each: bool) -> Tensor:
