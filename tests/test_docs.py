@@ -3,7 +3,10 @@
 import ast
 import inspect
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -43,6 +46,17 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     for code in re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M):
         exec(compile(code, page, "exec"), names)
         plt.close("all")
+
+
+@pytest.mark.slow
+def test_the_script_for_several_processes_runs(tmp_path):
+    page = (DOCS / "guide/devices.md").read_text()
+    (script,) = re.findall(r"^```\{code-block\} python\n(.*?)^```", page, re.S | re.M)
+    (tmp_path / "train.py").write_text(script)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*run, "train.py"], cwd=tmp_path, env=environment, check=True, timeout=200)
+    assert pyrohmm.load_hmm(tmp_path / "casino").num_states == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
