@@ -32,6 +32,13 @@ class Guesses:
         self._values.append(value)
         self._bounds.append(bound)
 
+    def margin(self) -> Tensor | None:
+        """By how much the values exceed their bounds at least, on the device; None without any."""
+        apart = [
+            value.detach().double() - bound for value, bound in zip(self._values, self._bounds)
+        ]
+        return torch.stack(apart).amin() if apart else None
+
     def read(self, *others: Tensor) -> tuple[bool, list[Tensor]]:
         """Check all guesses and copy ``others`` to the CPU, in one wait for the device."""
         values = [*self._values, *others]

@@ -16,6 +16,8 @@ kernels. It says nothing of an accelerator's numerics, speed or memory. As on CU
 - Indices may come from the CPU; their copy is counted, and so are those of ``where``.
 - Random numbers are the device's own, seeded as the CPU's, and no generator of the CPU is taken.
 - Integers have no matrix products.
+
+:class:`FakeGraphs` stands for CUDA graphs: it repeats operations, and nothing that Python does.
 """
 
 from __future__ import annotations
@@ -84,10 +86,12 @@ class Seen:
 
     def read(self, operation: str) -> None:
         """Count one wait."""
+        _refuse_in_graph(operation)
         self.reads[f"{operation} at {_place()}"] += 1
 
     def copy(self, operation: str) -> None:
         """Count one copy from the host."""
+        _refuse_in_graph(operation)
         self.copies[f"{operation} at {_place()}"] += 1
 
     def __repr__(self) -> str:
@@ -112,6 +116,64 @@ def _place() -> str:
 
 
 _seen = Seen()
+_graph: list[Any] | None = None  # the operations of a graph that is being captured
+
+
+def _refuse_in_graph(operation: str) -> None:
+    if _graph is not None:
+        raise RuntimeError(f"{operation} is not permitted when a graph is captured: {_place()}")
+
+
+class FakeGraphs:
+    """Stands for ``infer.graphs.CudaGraphs``: a graph is a list of operations on raw tensors.
+
+    What a capture leaves is NaN until it is replayed, as it computes nothing; numbers of Python,
+    and of tensors on the CPU, are those of the capture.
+    """
+
+    captures = replays = 0
+
+    def first(self, compute: Any) -> Any:
+        return compute()
+
+    def capture(self, compute: Any) -> Any:
+        global _graph
+        random = _backend.random.get_state()
+        _graph = calls = []
+        try:
+            found = compute()
+        finally:
+            _graph = None
+        _backend.random.set_state(random)
+        FakeGraphs.captures += 1
+        for _, _, _, results in calls:
+            for made in results:
+                if made.is_floating_point():
+                    made.fill_(torch.nan)
+        return lambda: self._replay(calls), found
+
+    def _replay(self, calls: list[Any]) -> None:
+        FakeGraphs.replays += 1
+        for function, args, kwargs, results in calls:
+            with _backend.drawing() if _is_random(function) else nullcontext():
+                new = function(*args, **kwargs)
+            for old, part in zip(results, tree_leaves(new) if results else ()):
+                old.copy_(part)
+
+
+def _record(function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Keep an operation on the twin for a graph, and the tensors that it makes."""
+    aliases = [each.alias_info for each in function._schema.returns]
+    if any(alias is not None and not alias.is_write for alias in aliases):
+        return  # a view of what is filled anyway
+    made = [] if any(aliases) else [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+    assert _graph is not None
+    _graph.append((function, args, kwargs, made))
+
+
+def _is_random(function: Any) -> bool:
+    random = any(argument.name == "generator" for argument in function._schema.arguments)
+    return random or torch.Tag.nondeterministic_seeded in function.tags
 
 
 class _Backend(backend_registration._DummyBackendModule):
@@ -234,14 +296,16 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _seen.copy("copy of a tensor")
     if twins:
         _count(function, args)
+    elif on_twin and not tensors and function.overloadpacket.__name__ not in VIEWS | {"empty"}:
+        _seen.kernels[function.overloadpacket.__name__] += 1
     if on_twin:
         _refuse(function, tensors, kwargs)
     known = {id(twin.raw): twin for twin in twins}
     raw_args, raw_kwargs = tree_map(_raw, (args, kwargs))
-    random = any(argument.name == "generator" for argument in function._schema.arguments)
-    random |= torch.Tag.nondeterministic_seeded in function.tags
-    with _backend.drawing() if on_twin and random else nullcontext():
+    with _backend.drawing() if on_twin and _is_random(function) else nullcontext():
         result = function(*raw_args, **raw_kwargs)
+    if _graph is not None and on_twin:
+        _record(function, raw_args, raw_kwargs, result)
     if function is aten.copy_.default:
         return args[0]
     if function.overloadpacket is aten.to and on_twin != bool(twins):

@@ -9,6 +9,7 @@ Its modules; each imports only those above it:
 ``plates``        values of latent variables: of each sequence, of guides, at a point
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
+``graphs``        steps captured as CUDA graphs, and replayed
 ``loop``          ``FitLoop``: steps, why they end, a progress bar, checkpoints
 ``descent``       ``FitOptions``: arguments of gradient fits; optimizer, averages, held-out evidence
 ``objective``     the loss of a gradient fit

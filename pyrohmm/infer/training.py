@@ -7,7 +7,7 @@ fit with the same names would start, silently, where the first one ended.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count
@@ -28,6 +28,7 @@ from ..data.sequences import Sequences, check_sequences
 from ..io.files import identity_of, random_states, set_random_states
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, Settings, copy_values
+from .graphs import Replays, is_replayable
 from .loop import FitLoop
 from .models import in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
@@ -161,9 +162,14 @@ class Training(FitLoop):
         if settings["validation"] is not None:
             every = settings["validate_every"] or (None if whole is None else WINDOW)
             self.held_out = HeldOut(model, guide, settings, self.values, plates, every, group)
-        device = self.objective.parameters[0].device.type
-        around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self.precision = device, settings["precision"] or around
+        device = self.objective.parameters[0].device
+        kind, pieces = device.type, self.objective.plates or settings["windows"] is not None
+        around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.precision = kind, settings["precision"] or around
+        alike = isinstance(data, Sequences) and group.size == 1 and (whole is data or not pieces)
+        fixed = alike and is_replayable(model, guide, settings["elbo"], device)
+        self.replays = Replays(self._gradient, device) if fixed else None
+        self.pieces: list[tuple[Sequences, float]] = []  # of a whole set
         self.parts: list[Tensor] = []
         self.shown: dict[str, str] = {}  # beside the progress bar
 
@@ -201,6 +207,8 @@ class Training(FitLoop):
             if isinstance(error, ValueError) and invalid and self.losses:
                 raise FloatingPointError(LEFT.format(len(self.losses))) from error
             raise
+        finally:
+            self.replays = None  # and its memory
 
     def step(self) -> None:
         """Take a gradient step; validate where that is due, and test for convergence."""
@@ -239,25 +247,48 @@ class Training(FitLoop):
         Returns:
             The loss of this rank, and what it was computed for last.
         """
-        pieces: Any = [(batch, 1.0)] if self.at_once else weighted(batch)
-        device, dtype = self.precision
         total: Any = 0.0
         parts: Any = 0.0
-        random = random_states()
-        for number, (piece, weight) in enumerate(pieces):
-            if number:  # one sample of the guide for all pieces
+        random = None if len(self.pieces) == 1 else random_states()
+        for number, (piece, weight) in enumerate(self._pieces(batch)):
+            if number and random is not None:  # one sample of the guide for all pieces
                 set_random_states(random)
-            piece = to_model_device(self.model, self.guide, piece)
-            with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
-                loss = with_one_wait(partial(self.objective.module, piece)) * weight
-            with full_precision(loss):
-                loss.sum().backward()
-            total = total + loss.detach()
-            if self.objective.parts is not None:
-                parts = parts + self.objective.parts * weight
-        if self.objective.parts is not None:
+            found = self.replays and self.replays(piece, weight, bool(self.pieces))
+            loss, of_loss, gradient = found or self._gradient(piece, weight)
+            total = total + loss
+            parts = None if of_loss is None else parts + of_loss
+            for parameter, slope in zip(self.objective.parameters, gradient):
+                if slope is not None:
+                    parameter.grad = slope if parameter.grad is None else parameter.grad + slope
+        if parts is not None:
             self.parts.append(self.group.mean(parts))
         return total, piece
+
+    def _pieces(self, batch: Sequences | Parts) -> Iterable[tuple[Sequences, float]]:
+        """Pieces of a batch on the device of the fit, and their weights; of a whole set once."""
+        if self.pieces:
+            return self.pieces
+        pieces: Any = [(batch, 1.0)] if self.at_once else weighted(batch)
+        moved = ((to_model_device(self.model, self.guide, x), weight) for x, weight in pieces)
+        if batch is self.batches.whole and isinstance(batch, Sequences):
+            self.pieces = [*moved]
+        return self.pieces or moved
+
+    def _gradient(
+        self, piece: Sequences, weight: float
+    ) -> tuple[Tensor, Tensor | None, list[Any]]:
+        """Loss of a piece, its parts, and its gradient, None by what it does not depend on."""
+        device, dtype = self.precision
+        with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
+            loss = with_one_wait(partial(self.objective.module, piece)) * weight
+        leaves, parts = self.objective.parameters, self.objective.parts
+        with full_precision(loss):
+            slopes = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+        gradient = [
+            x if x is None or x.stride() == leaf.stride() else torch.empty_like(leaf).copy_(x)
+            for x, leaf in zip(slopes, leaves)
+        ]
+        return loss.detach(), None if parts is None else parts * weight, gradient
 
     def _validate(self, held_out: HeldOut) -> float:
         """Evaluate held-out data at the averaged parameters, or else the current ones."""

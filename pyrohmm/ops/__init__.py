@@ -4,9 +4,9 @@ Imports nothing of the package but its private helpers.
 
 Its modules; each imports only those above it:
 
+``tensor_cache``      values derived from a tensor, or from an object, and kept
 ``log_space``         logarithms and their sums with hard zeros; masks of padding
 ``newton``            many maxima as one batch: Newton's method, and L-BFGS
-``tensor_cache``      values derived from a tensor, or from an object, and kept
 ``_numba_math``       what all compiled loops use
 ``backends``          what computes: ``use``, ``TORCH``, ``NUMBA``, ``TRITON``
 ``markov``            samples of paths of Markov chains, their stationary distribution

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .._transforms import transforming
+from .tensor_cache import cached
 
 
 def logsumexp(scores: Tensor, dim: int) -> Tensor:
@@ -67,5 +70,35 @@ def step_mask(lengths: Tensor, num_steps: int, device: torch.device | None = Non
         num_steps: T.
         device: Of the mask; that of ``lengths`` by default.
     """
-    mask = torch.arange(num_steps, device=lengths.device) < lengths.unsqueeze(-1)
-    return mask if device is None else mask.to(device, non_blocking=True)
+
+    def mask() -> Tensor:
+        return torch.arange(num_steps, device=lengths.device) < lengths.unsqueeze(-1)
+
+    return mask() if device is None else _moved(mask, lengths, device, "exists", num_steps)
+
+
+def end_masks(lengths: Tensor, num_steps: int, device: torch.device) -> Tensor:
+    """Masks ``(2, T, *B, 1)``: True from the last step of each sequence on, and after it.
+
+    Args:
+        lengths: ``(*B)`` integers on the CPU.
+        num_steps: T.
+        device: Of the masks.
+    """
+
+    def masks() -> Tensor:
+        time = torch.arange(num_steps).reshape(-1, *(1,) * lengths.dim())
+        return torch.stack([time >= lengths - 1, time >= lengths]).unsqueeze(-1)
+
+    return _moved(masks, lengths, device, "ends", num_steps)
+
+
+def _moved(
+    make: Callable[[], Tensor], lengths: Tensor, device: torch.device, *of: object
+) -> Tensor:
+    """``make()`` of lengths on a device: copied to an accelerator once while they are unchanged."""
+    if device.type == "cpu" or transforming():
+        return make().to(device)
+    source = lengths if lengths._base is None else lengths._base
+    form = lengths.shape, lengths.stride(), lengths.storage_offset(), device, of
+    return cached(source, lambda: make().to(device, non_blocking=True), repr(form).encode())

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED, WIDEST
 from ..._sync import exceeds
 from ..backends import TRITON, compiled, pick
-from ..log_space import step_mask
+from ..log_space import end_masks, step_mask
 from ..products import accumulated
 from .chain import Gradient, Groups
 
@@ -101,9 +101,7 @@ def _weigh(
     likelihood = chain.likelihood.to(dtype).movedim(2, 0)
     last = padded = None
     if bool((chain.lengths < len(likelihood)).any()):
-        time = torch.arange(len(likelihood)).reshape(-1, 1, 1)
-        masks = torch.stack([time >= chain.lengths - 1, time >= chain.lengths]).unsqueeze(-1)
-        last, padded = masks.to(likelihood.device, non_blocking=True)
+        last, padded = end_masks(chain.lengths, len(likelihood), likelihood.device)
         likelihood = likelihood.masked_fill(padded, 0.0)
     peak = likelihood.amax(-1, keepdim=True)
     return _normal((likelihood - peak).exp_()).contiguous(), peak, last, padded

@@ -1,0 +1,247 @@
+"""Steps of fits replayed as graphs: the numbers of those that Python takes. The graph is a fake."""
+
+import logging
+from functools import partial
+
+import pyro
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta, AutoNormal
+from twin_device import FakeGraphs, watched
+
+from pyrohmm import (
+    DenseHMM,
+    MarginalModel,
+    NeuralHMM,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_map,
+    fit_svi,
+    normal,
+)
+from pyrohmm._sync import Guesses
+from pyrohmm.infer import graphs
+from pyrohmm.infer.training import Training
+
+
+def data(ragged=False, vectors=False):
+    torch.manual_seed(0)
+    values = torch.randn(12, 6, 2) if vectors else torch.randint(4, (12, 6))
+    return Sequences(values, torch.arange(12) % 4 + 3 if ragged else None)
+
+
+MODULES = {
+    "symbols": lambda: TabularHMM(2, categorical(4)),
+    "normal": lambda: TabularHMM(2, normal(2)),
+    "dense": lambda: DenseHMM(2, 4, dim=2),
+    "neural": lambda: NeuralHMM(4, 4, 3),
+}
+
+
+def by_map(module, given, **options):
+    return fit_map(MarginalModel(module), given, progress=False, **options)
+
+
+def by_svi(module, given, **options):
+    model = MarginalModel(module)
+    return fit_svi(model, AutoNormal(model), given, progress=False, **options)
+
+
+def run(fit, make, given, graph, monkeypatch, **options):
+    """A fit on the twin, with graphs or without; how many were captured, and replays."""
+    known = {"twin": FakeGraphs} if graph else {}
+    monkeypatch.setattr(graphs, "GRAPHS", known)
+    FakeGraphs.captures = FakeGraphs.replays = 0
+    torch.manual_seed(1)
+    module = make()
+    pyro.set_rng_seed(2)
+    with watched():
+        fitted = fit(module.to("twin"), given.to("twin"), **options)
+        parameters = {name: value.cpu() for name, value in fitted.parameters.items()}
+        state = [x.detach().cpu() for x in fitted.model.parameters()]
+    return fitted, parameters, state, FakeGraphs.captures, FakeGraphs.replays
+
+
+def alike(fit, make, given, monkeypatch, **options):
+    """A fit with graphs, whose numbers are those of the fit without; captures and replays."""
+    torch.set_default_dtype(torch.float64)
+    (one, first, left, _, none), (other, second, right, captures, replays) = (
+        run(fit, make, given, graph, monkeypatch, **options) for graph in (False, True)
+    )
+    assert none == 0
+    torch.testing.assert_close(other.losses, one.losses)
+    torch.testing.assert_close(second, first)
+    torch.testing.assert_close(right, left)
+    torch.testing.assert_close(other.history, one.history)
+    assert [x.nats for x in other.validation] == pytest.approx([x.nats for x in one.validation])
+    return captures, replays
+
+
+@pytest.mark.parametrize(
+    ("name", "fit", "ragged"),
+    [
+        ("symbols", by_map, True), ("symbols", by_svi, False), ("normal", by_map, False),
+        ("normal", by_svi, True), ("dense", by_svi, True), ("neural", by_map, False),
+    ],
+)  # fmt: skip
+def test_a_fit_that_replays_has_the_numbers_of_one_that_does_not(name, fit, ragged, monkeypatch):
+    given = data(ragged, name == "normal")
+    assert alike(fit, MODULES[name], given, monkeypatch, num_iterations=6) == (1, 4)
+
+
+OPTIONS = {
+    "schedule": {"schedule": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)},
+    "clip_norm": {"clip_norm": 1e-3},
+    "average": {"average": 0.5},
+    "optimizer": {"optimizer": partial(torch.optim.SGD, lr=1e-2, momentum=0.9)},
+    "validation": {"validation": data()[:4], "validate_every": 2},
+    "tolerance": {"tolerance": 0.5, "num_iterations": 60},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_the_host_does_between_replays_counts(name, monkeypatch):
+    options = {"num_iterations": 8} | OPTIONS[name]
+    captures, replays = alike(by_map, MODULES["symbols"], data(), monkeypatch, **options)
+    assert captures == 1
+    assert replays >= 6
+
+
+def test_restarts_are_replayed(monkeypatch):
+    assert alike(
+        by_map, MODULES["symbols"], data(True), monkeypatch, restarts=3, num_iterations=8
+    ) == (1, 6)
+
+
+def test_minibatches_of_one_shape_are_copied_into_the_first(monkeypatch):
+    """Of 12 sequences in batches of 5, the last of a round has 2: each shape has a graph."""
+    options = {"num_iterations": 18, "batch_size": 5}
+    for name in ("symbols", "normal"):
+        given = data(vectors=name == "normal")
+        found = alike(by_svi, MODULES[name], given, monkeypatch, **options)
+        assert found == (2, 10 + 4)
+    given = Sequences(torch.randint(4, (12, 6)).int())  # which are converted, once a batch
+    assert alike(by_map, MODULES["symbols"], given, monkeypatch, **options) == (2, 14)
+    assert alike(by_map, MODULES["symbols"], data(True), monkeypatch, **options) == (0, 0)
+
+
+def test_several_pieces_of_a_step_have_a_graph_each(monkeypatch):
+    """And one sample of the guide."""
+    monkeypatch.setattr("pyrohmm.data.packed.LITTLE", 1)
+    monkeypatch.setattr("pyrohmm.data.packed.RAGGED", 1)
+    monkeypatch.setattr("pyrohmm.data.packed.SHORT", 1)
+    given = data(True)
+    pieces = len(given.buckets)
+    assert pieces > 1
+    for fit in (by_map, by_svi):
+        found = alike(fit, MODULES["symbols"], given, monkeypatch, num_iterations=8)
+        assert found == (pieces, 6 * pieces)
+
+
+def test_a_fit_goes_on_from_a_checkpoint(monkeypatch, tmp_path):
+    torch.set_default_dtype(torch.float64)
+    losses = []
+    for graph, cut in [(False, False), (True, True)]:
+        options = {"checkpoint": tmp_path / str(graph), "tolerance": None}
+        for count in (5, 12) if cut else (12,):
+            found = run(by_map, MODULES["symbols"], data(), graph, monkeypatch,
+                        num_iterations=count, **options)  # fmt: skip
+        losses.append(found[0].losses)
+    assert found[-1] == 5
+    torch.testing.assert_close(*losses)
+
+
+def test_what_leaves_the_range_is_computed_again(monkeypatch):
+    """By a flag of the graph: the state that the data favour can hardly be reached."""
+    given = Sequences(torch.ones(3, 30).long())
+    eye, far = torch.eye(2).double(), -1000.0
+    start = {
+        "module.start": far * eye[1], "module.leave": far * eye.flip(0), "module.enter": eye,
+        "module.emit": eye, "module.symbol": -40.0 * eye.flip(0),
+    }  # fmt: skip
+
+    def extreme(module, given, **options):
+        there = {name: value.to("twin") for name, value in start.items()}
+        return by_map(module, given, start=there, learning_rate=1e-4, **options)
+
+    found = alike(extreme, lambda: DenseHMM(2, 2, dim=2), given, monkeypatch, num_iterations=6)
+    assert found == (1, graphs.WRONG - 1)
+    monkeypatch.setattr(Guesses, "margin", lambda _: None)
+    with pytest.raises((AssertionError, FloatingPointError)):
+        alike(extreme, lambda: DenseHMM(2, 2, dim=2), given, monkeypatch, num_iterations=6)
+
+
+class Tempered(MarginalModel):
+    """A model that changes by itself: a graph would not see it."""
+
+    calls = 0.0
+
+    def forward(self, given):
+        self.calls += 1.0
+        pyro.factor("heat", torch.tensor(-self.calls))
+        return super().forward(given)
+
+
+def test_what_may_depend_on_python_is_not_captured(monkeypatch):
+    def tempered(module, given, **options):
+        return fit_map(Tempered(module), given, progress=False, **options)
+
+    def hooked(module, given, **options):
+        module.register_forward_pre_hook(lambda *_: None)
+        return by_map(module, given, **options)
+
+    def lambda_prior(module, given, **options):
+        model = MarginalModel(module, lambda hmm: hmm.log_transition.sum())
+        return fit_map(model, given, progress=False, **options)
+
+    def own_guide(module, given, **options):
+        class Mine(AutoDelta):
+            pass
+
+        model = MarginalModel(module)
+        return fit_svi(model, Mine(model), given, progress=False, **options)
+
+    for fit in (tempered, hooked, lambda_prior, own_guide):
+        found = alike(fit, MODULES["symbols"], data(), monkeypatch, num_iterations=5)
+        assert found == (0, 0), fit
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.nonzero(),
+        lambda x: x[x > 0], lambda x: x.cpu(), lambda x: x + torch.ones(2).to(x.device),
+        lambda x: x.sum() + torch.rand(()), lambda x: x.sum() + torch.tensor(1.0).to(x.device),
+        lambda x: x.unique(), lambda x: x[torch.tensor([1, 0])],
+    ],
+)  # fmt: skip
+def test_reads_of_the_device_are_seen_before_a_capture(reads, monkeypatch, caplog):
+    monkeypatch.setattr(graphs, "GRAPHS", {"twin": FakeGraphs})
+    FakeGraphs.captures = 0
+    with watched(), caplog.at_level(logging.DEBUG, "pyrohmm"):
+        there = torch.ones(2).to("twin")
+        replay = graphs._Replay(lambda: [reads(there), there * 2][1], FakeGraphs())
+        assert replay() is not None
+        assert replay() is None
+        assert replay() is None
+    assert FakeGraphs.captures == 0
+    assert "not replayed" in caplog.text
+
+
+def test_a_capture_that_fails_is_said_once(monkeypatch, caplog):
+    def fails(self, compute):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(FakeGraphs, "capture", fails)
+    found = alike(by_map, MODULES["symbols"], data(), monkeypatch, num_iterations=8)
+    assert found == (0, 0)
+    assert caplog.text.count("out of luck") == 1
+
+
+def test_a_fit_keeps_no_graph(monkeypatch):
+    kept = []
+    original = Training.run
+    monkeypatch.setattr(Training, "run", lambda self: [kept.append(self), original(self)][1])
+    run(by_map, MODULES["symbols"], data(), True, monkeypatch, num_iterations=5)
+    assert kept[0].replays is None
