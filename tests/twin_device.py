@@ -131,8 +131,6 @@ class FakeGraphs:
     and of tensors on the CPU, are those of the capture.
     """
 
-    captures = replays = 0
-
     def first(self, compute: Any) -> Any:
         return compute()
 
@@ -145,7 +143,6 @@ class FakeGraphs:
         finally:
             _graph = None
         _backend.random.set_state(random)
-        FakeGraphs.captures += 1
         for _, _, _, results in calls:
             for made in results:
                 if made.is_floating_point():
@@ -153,7 +150,6 @@ class FakeGraphs:
         return lambda: self._replay(calls), found
 
     def _replay(self, calls: list[Any]) -> None:
-        FakeGraphs.replays += 1
         for function, args, kwargs, results in calls:
             with _backend.drawing() if _is_random(function) else nullcontext():
                 new = function(*args, **kwargs)

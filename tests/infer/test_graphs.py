@@ -1,13 +1,19 @@
-"""Steps of fits replayed as graphs: the numbers of those that Python takes. The graph is a fake."""
+"""Steps of fits replayed as graphs: the numbers of those that Python takes.
+
+The graph is a fake one (:mod:`twin_device`). ``PYROHMM_TEST_DEVICE=cuda`` takes real ones.
+"""
 
 import logging
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
 from functools import partial
 
 import pyro
 import pytest
 import torch
 from pyro.infer.autoguide import AutoDelta, AutoNormal
-from twin_device import FakeGraphs, watched
 
 from pyrohmm import (
     DenseHMM,
@@ -23,6 +29,28 @@ from pyrohmm import (
 from pyrohmm._sync import Guesses
 from pyrohmm.infer import graphs
 from pyrohmm.infer.training import Training
+
+DEVICE = os.environ.get("PYROHMM_TEST_DEVICE", "twin")
+if DEVICE == "twin":  # torch has one accelerator at a time
+    from twin_device import FakeGraphs, watched
+else:
+    FakeGraphs, watched = graphs.CudaGraphs, nullcontext
+
+
+class Counted(FakeGraphs):
+    """Graphs, and how many there were."""
+
+    captures = replays = 0
+
+    def capture(self, compute):
+        replay, found = super().capture(compute)
+        Counted.captures += 1
+
+        def counted():
+            Counted.replays += 1
+            replay()
+
+        return counted, found
 
 
 def data(ragged=False, vectors=False):
@@ -49,18 +77,18 @@ def by_svi(module, given, **options):
 
 
 def run(fit, make, given, graph, monkeypatch, **options):
-    """A fit on the twin, with graphs or without; how many were captured, and replays."""
-    known = {"twin": FakeGraphs} if graph else {}
+    """A fit on the device, with graphs or without; how many were captured, and replays."""
+    known = {DEVICE: Counted} if graph else {}
     monkeypatch.setattr(graphs, "GRAPHS", known)
-    FakeGraphs.captures = FakeGraphs.replays = 0
+    Counted.captures = Counted.replays = 0
     torch.manual_seed(1)
     module = make()
     pyro.set_rng_seed(2)
     with watched():
-        fitted = fit(module.to("twin"), given.to("twin"), **options)
+        fitted = fit(module.to(DEVICE), given.to(DEVICE), **options)
         parameters = {name: value.cpu() for name, value in fitted.parameters.items()}
         state = [x.detach().cpu() for x in fitted.model.parameters()]
-    return fitted, parameters, state, FakeGraphs.captures, FakeGraphs.replays
+    return fitted, parameters, state, Counted.captures, Counted.replays
 
 
 def alike(fit, make, given, monkeypatch, **options):
@@ -162,7 +190,7 @@ def test_what_leaves_the_range_is_computed_again(monkeypatch):
     }  # fmt: skip
 
     def extreme(module, given, **options):
-        there = {name: value.to("twin") for name, value in start.items()}
+        there = {name: value.to(DEVICE) for name, value in start.items()}
         return by_map(module, given, start=there, learning_rate=1e-4, **options)
 
     found = alike(extreme, lambda: DenseHMM(2, 2, dim=2), given, monkeypatch, num_iterations=6)
@@ -217,15 +245,14 @@ def test_what_may_depend_on_python_is_not_captured(monkeypatch):
     ],
 )  # fmt: skip
 def test_reads_of_the_device_are_seen_before_a_capture(reads, monkeypatch, caplog):
-    monkeypatch.setattr(graphs, "GRAPHS", {"twin": FakeGraphs})
-    FakeGraphs.captures = 0
+    Counted.captures = 0
     with watched(), caplog.at_level(logging.DEBUG, "pyrohmm"):
-        there = torch.ones(2).to("twin")
-        replay = graphs._Replay(lambda: [reads(there), there * 2][1], FakeGraphs())
+        there = torch.ones(2).to(DEVICE)
+        replay = graphs._Replay(lambda: [reads(there), there * 2][1], Counted())
         assert replay() is not None
         assert replay() is None
         assert replay() is None
-    assert FakeGraphs.captures == 0
+    assert Counted.captures == 0
     assert "not replayed" in caplog.text
 
 
@@ -233,7 +260,7 @@ def test_a_capture_that_fails_is_said_once(monkeypatch, caplog):
     def fails(self, compute):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(FakeGraphs, "capture", fails)
+    monkeypatch.setattr(Counted, "capture", fails)
     found = alike(by_map, MODULES["symbols"], data(), monkeypatch, num_iterations=8)
     assert found == (0, 0)
     assert caplog.text.count("out of luck") == 1
@@ -245,3 +272,10 @@ def test_a_fit_keeps_no_graph(monkeypatch):
     monkeypatch.setattr(Training, "run", lambda self: [kept.append(self), original(self)][1])
     run(by_map, MODULES["symbols"], data(), True, monkeypatch, num_iterations=5)
     assert kept[0].replays is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available() or DEVICE != "twin", reason="needs CUDA")
+def test_all_of_this_with_real_graphs():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    subprocess.run(command, env=os.environ | {"PYROHMM_TEST_DEVICE": "cuda"}, check=True)
