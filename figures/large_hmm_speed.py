@@ -79,9 +79,9 @@ def ours(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int)
 
 def plain_loss(module: NeuralHMM, batch: Sequences) -> Tensor:
     """Negative log-evidence per token, by the straightforward program."""
-    states = sample_kept_states(module.num_states, module.blocks, module.dropout)
     assert module.blocks is not None
-    kept = module.blocks.keep(states)
+    kept = module.blocks.keep(module.dropout)
+    states = sample_kept_states(module.blocks, kept, module.bias.device)
     hmm = module._build(states, kept, batch.lengths, None)
     transition = (hmm.transition.leave @ hmm.transition.enter.mT).log_softmax(-1)
     allowed = kept.states[kept.symbol_block[batch.values]]  # (N, T, k)

@@ -53,6 +53,7 @@ from pyrohmm.infer import mcmc
 from pyrohmm.infer.loop import FitLoop
 from pyrohmm.infer.models import build
 from pyrohmm.io.files import Checkpoint
+from pyrohmm.nn.neural import sample_kept_states
 from pyrohmm.ops import backends, recursions
 from pyrohmm.ops.dense import _torch as torch_engine
 from pyrohmm.ops.dense import chain as chains
@@ -528,6 +529,63 @@ def test_a_language_model_is_that_of_the_cpu():
     torch.testing.assert_close(
         scores[1].cpu() if scores[1].is_cpu else numbers(scores[1]), scores[0]
     )
+
+
+UNEQUAL = blocks.from_clusters(torch.tensor([0, 1, 2, 0, 1]), torch.tensor([3, 1, 4]))
+LARGE = {
+    "no blocks": lambda: NeuralHMM(9, 5, 4),
+    "one level": lambda: NeuralHMM(9, 5, 4, blocks=CLUSTERS, tied=False),
+    "two levels": lambda: NeuralHMM(8, 5, 4, blocks=UNEQUAL, two_level=True, factored=True),
+    "tagger": lambda: NeuralTagger(4, 5, 2, 4),
+    "tagger in blocks": lambda: NeuralTagger(8, 5, 2, 4, blocks=UNEQUAL, two_level=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", LARGE)
+def test_large_models_are_made_on_the_device_or_moved_there(name, dtype):
+    values, lengths = torch.tensor([[0, 3, 1, 4], [2, 0, 0, 0]]), torch.tensor([4, 1])
+    gaps, found = torch.tensor([[True, False, True, True], [True] * 4]), []
+    if "tagger" in name:
+        values = torch.stack([values, values % 2], -1)
+    torch.set_default_dtype(dtype)
+    with watched():
+        for device in ("cpu", DEVICE):
+            pyro.set_rng_seed(0)
+            with torch.device(device):
+                module = LARGE[name]().to(dtype)
+            module = module if device == "cpu" else there(module)
+            given, seen = values.to(device), gaps.to(device)
+            evidence = module(lengths).log_prob(given)
+            evidence.backward(torch.ones_like(evidence))
+            hmm, missing = module.eval()(lengths), module(lengths, seen)
+            answers = [evidence, module.bias.grad, missing.log_prob(given),
+                       hmm.posterior(given).state_probs, hmm.viterbi(given),
+                       missing.viterbi(given)]  # fmt: skip
+            assert hmm.sample_states(given).device.type == given.device.type
+            found.append([each.detach().cpu() for each in answers])
+    for here, moved in zip(*found):
+        assert moved.dtype in {dtype, torch.long}
+        torch.testing.assert_close(moved, here, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("partition", [CLUSTERS, UNEQUAL], ids=["equal", "unequal"])
+def test_states_are_dropped_on_the_device(partition):
+    kept, device, counts = partition.keep(0.5), torch.device(DEVICE, 0), torch.zeros(9)
+    with watched():
+        torch.manual_seed(0)
+        sample_kept_states(partition, kept, device)
+        with watched() as seen:
+            drawn = [sample_kept_states(partition, kept, device) for _ in range(200)]
+        for states in map(numbers, drawn):
+            assert torch.equal(partition.owner[states].bincount(), kept.sizes)
+            counts[states] += 1
+    wanted = (kept.sizes / partition.sizes).repeat_interleave(partition.sizes)
+    spread = (wanted * (1 - wanted) / 200).sqrt()
+    assert bool(((counts[: len(wanted)] / 200 - wanted).abs() <= 5 * spread + 1e-6).all())
+    if DEVICE == "twin":
+        assert seen.host_reads == seen.copies.total() == 0, seen
+        assert seen.launches <= 10 * 200, seen
 
 
 def test_texts_of_tokens_are_steered_as_on_the_cpu():

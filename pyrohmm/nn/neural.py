@@ -30,6 +30,7 @@ from ..distributions.hmm import HMM
 from ..ops.blocks.inner_products import InnerProductTransition, log_emission
 from ..ops.blocks.states import Blocks
 from ..ops.products import take_rows
+from ..ops.tensor_cache import cached, cached_on
 from .base import HMMModule
 
 USES = ("start", "leave", "enter", "emit")  # of the embedding of a state
@@ -87,7 +88,7 @@ class StateEmbedding(PyroModule):
                 raise ValueError(f"{text}. Add one to it.")
             state_dim = dim // 2
             self.block = nn.Parameter(scale * torch.randn(blocks.num_blocks, state_dim))
-            self.register_buffer("owner", blocks.owner, persistent=False)
+            self.register_buffer("owner", blocks.owner.to(self.block.device), persistent=False)
         self.state = nn.Parameter(scale * torch.randn(num_states, state_dim))
 
     def forward(self, states: Tensor | None) -> Tensor:
@@ -158,20 +159,16 @@ def check_dropout(name: str, share: float) -> None:
         raise ValueError(f"{text}. 0 drops nothing.")
 
 
-def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:
-    """States that dropout keeps, ascending: the same share of every block (section 4.3).
+def sample_kept_states(blocks: Blocks, kept: Blocks, device: torch.device) -> Tensor:
+    """Sample states of ``blocks``, as many of each as ``kept`` has, all alike: ascending, ``(n,)``.
 
-    Of k states ``round((1 - dropout) * k)`` are kept, at least one.
+    They are drawn on the ``device``, by its generator, and the host does not wait for them.
     """
-    sizes = torch.tensor([num_states]) if blocks is None else blocks.sizes
-    num_kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
-    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    uniform = torch.rand(num_states, dtype=torch.float64)
-    order = (owner + uniform).argsort()
-    rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
-    kept = torch.zeros(num_states, dtype=torch.bool)
-    kept[order[rank < num_kept[owner]]] = True
-    return kept.nonzero().squeeze(-1)
+    uniform = torch.rand(blocks.num_states, dtype=torch.float64, device=device)
+    keys = blocks.without_padding(blocks.by_block(uniform), 2.0)
+    least = keys.topk(kept.width, largest=False).indices
+    states = cached_on(device, blocks.states).gather(1, least)
+    return kept.of_states(kept.without_padding(states, blocks.num_states).sort(-1).values)
 
 
 class _Large(HMMModule):
@@ -203,6 +200,8 @@ class _Large(HMMModule):
         self.num_states, self.num_symbols = num_states, num_symbols
         self.dropout: float | LinearDropout = dropout
         self.blocks = blocks
+        one = torch.tensor([0], device="cpu"), torch.tensor([num_states], device="cpu")
+        self._partition = Blocks(*one) if blocks is None else blocks
         parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
         self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
         self._lazy_last: tuple[list[Tensor], HMM] | None = None
@@ -246,14 +245,18 @@ class _Large(HMMModule):
         if not (self.training and share):
             return None, self.blocks
         if isinstance(share, LinearDropout):
-            changes = share.begin != share.end  # else the host need not wait for the number
-            share = share(int(self.num_drawn)) if changes else share.begin
-            self.num_drawn += 1
+            share = share(self._next_call())
         if share == 0:
             return None, self.blocks
-        states = sample_kept_states(self.num_states, self.blocks, share)
-        blocks = None if self.blocks is None else self.blocks.keep(states)
-        return states.to(next(self.parameters()).device), blocks
+        kept = self._partition.keep(share)
+        states = sample_kept_states(self._partition, kept, next(self.parameters()).device)
+        return states, None if self.blocks is None else kept
+
+    def _next_call(self) -> int:
+        """Count a call in training mode: how many there were, read if others have counted some."""
+        count = cached(self.num_drawn, lambda: int(self.num_drawn))
+        self.num_drawn += 1
+        return cached(self.num_drawn, lambda: count + 1) - 1
 
     def _build(
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_integers, check_size
+from .._choices import first_values
 from .._precision import at_least_single, full_precision
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -45,6 +46,7 @@ class NeuralTagger(NeuralHMM):
         tensor([[0, 1, 0]])
     """
 
+    @first_values()
     def __init__(
         self,
         num_states: int,

@@ -93,12 +93,12 @@ def test_dropped_states_leave_the_probabilities_of_the_others(variant):
     module.train()
     for _ in range(5):
         with torch.random.fork_rng():
-            kept = sample_kept_states(6, given, 0.4)
+            kept = drawn(given or blocks.from_clusters(torch.tensor([0]), 6), 0.4)
         part = module(DATA.lengths)
         assert part.num_states == len(kept) < 6
         matrix = whole.log_transition[kept][:, kept]
         if variant == "two levels":
-            sizes, chosen = given.sizes.tolist(), given.keep(kept).sizes.tolist()
+            sizes, chosen = given.sizes.tolist(), given.keep(0.4).sizes.tolist()
             shares = [p.logsumexp(-1) for p in whole.log_transition[kept].split(sizes, -1)]
             within = [p.log_softmax(-1) for p in matrix.split(chosen, -1)]
             wanted = torch.cat([p + q.unsqueeze(-1) for p, q in zip(within, shares)], -1)
@@ -111,21 +111,25 @@ def test_dropped_states_leave_the_probabilities_of_the_others(variant):
         torch.testing.assert_close(part.log_prob(DATA.values), dense.log_prob(DATA.values))
 
 
+def drawn(partition, dropout):
+    return sample_kept_states(partition, partition.keep(dropout), torch.device("cpu"))
+
+
 def test_of_each_block_the_same_share_is_kept():
     torch.manual_seed(0)
     sizes = torch.tensor([8, 1, 5, 2])
     each = blocks.from_clusters(torch.arange(4), sizes)
     counts = torch.zeros(16)
     for _ in range(500):
-        kept = sample_kept_states(16, each, 0.5)
+        kept = drawn(each, 0.5)
         assert torch.equal(kept, kept.sort().values)
-        assert each.keep(kept).sizes.tolist() == [4, 1, 3, 1]
+        assert each.owner[kept].bincount().tolist() == [4, 1, 3, 1]
         counts[kept] += 1
     share = torch.tensor([4, 1, 3, 1]) / sizes
     wanted = share.repeat_interleave(sizes)
     assert bool(((counts / 500 - wanted).abs() < 5 * (wanted * (1 - wanted) / 500).sqrt() + 1e-9)
                 .all())  # fmt: skip
-    assert len(sample_kept_states(10, None, 0.25)) == 8  # half is rounded up
+    assert len(drawn(blocks.from_clusters(torch.tensor([0]), 10), 0.25)) == 8  # half up
 
 
 CHANGES = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._checks import check_integers, check_shape, check_size
-from ..tensor_cache import cached_on
+from ..tensor_cache import cached, cached_on
 
 
 def offsets(sizes: Tensor) -> Tensor:
@@ -48,7 +48,8 @@ class Blocks:
         check_integers("sizes", sizes)
         self.symbol_block, self.sizes = symbol_block.cpu().long(), sizes.cpu().long()
         numbers = self.symbol_block.unique()
-        if len(numbers) == 0 or not torch.equal(numbers, torch.arange(len(numbers))):
+        every = torch.arange(len(numbers), device="cpu")
+        if len(numbers) == 0 or not torch.equal(numbers, every):
             raise ValueError(
                 "assignment must number clusters from 0 on, each with a symbol; got the numbers "
                 f"{numbers.tolist()[:10]}. Renumber by unique(return_inverse=True)."
@@ -60,10 +61,12 @@ class Blocks:
         self.starts = offsets(self.sizes)
         self.num_states, self.width = int(self.starts[-1]), int(self.sizes.max())
         self.are_equal = bool((self.sizes == self.width).all())
-        self.owner = torch.arange(len(numbers)).repeat_interleave(self.sizes)
-        places = torch.arange(self.width)
+        self.owner = every.repeat_interleave(self.sizes)
+        places = torch.arange(self.width, device="cpu")
         states = self.starts[:-1].unsqueeze(-1) + places
         self.states = states.masked_fill(places >= self.sizes.unsqueeze(-1), -1)
+        self._places = self.states.flatten().clamp(min=0)
+        self._exist = (self.states.flatten() >= 0).nonzero().squeeze(-1)
 
     @property
     def num_symbols(self) -> int:
@@ -83,8 +86,7 @@ class Blocks:
     def by_block(self, rows: Tensor) -> Tensor:
         """Arrange rows ``(K, *)`` of the states by block, ``(B, w, *)``; padding holds anything."""
         if not self.are_equal:
-            states = self.states.flatten().clamp(min=0).to(rows.device)
-            rows = rows.index_select(0, states)
+            rows = rows.index_select(0, cached_on(rows.device, self._places))
         return rows.unflatten(0, (self.num_blocks, self.width))
 
     def without_padding(self, values: Tensor, fill: float) -> Tensor:
@@ -98,11 +100,12 @@ class Blocks:
         rows = parts.flatten(0, 1)
         if self.are_equal:
             return rows
-        return rows.index_select(0, (self.states.flatten() >= 0).nonzero()[:, 0].to(rows.device))
+        return rows.index_select(0, cached_on(rows.device, self._exist))
 
-    def keep(self, states: Tensor) -> Blocks:
-        """Blocks restricted to the states ``(n,)``, renumbered in their order."""
-        return Blocks(self.symbol_block, self.owner[states].bincount(minlength=self.num_blocks))
+    def keep(self, dropout: float) -> Blocks:
+        """Blocks of the share of states that ``dropout`` leaves, rounded, at least one of each."""
+        sizes = ((1 - dropout) * self.sizes + 0.5).floor().long().clamp(min=1)
+        return cached(self.sizes, lambda: Blocks(self.symbol_block, sizes), sizes.numpy().tobytes())
 
     def __repr__(self) -> str:
         low, high = int(self.sizes.min()), self.width
