@@ -186,19 +186,15 @@ class BlockChain(MarkovChain):
     def scores(self, mixed: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """State vectors and block probabilities of transitions, or the matrix where it is faster.
 
-        With ``mixed``, shares that are all one: those of the :class:`BlockLikelihood` count.
+        With ``mixed`` no block probabilities: those of the :class:`BlockLikelihood` count.
         """
         transition = self.transition
         if isinstance(transition, Tensor):
             return transition, None, None
         leave, one_level = transition.leave, transition.block_logits is None
-        if mixed:
-            shares = self.log_initial.new_zeros(1, 1).expand(len(leave), self.blocks.num_blocks)
-        elif one_level and leave.device.type == "cpu" and len(leave) <= MATRIX:
+        if one_level and not mixed and leave.device.type == "cpu" and len(leave) <= MATRIX:
             return self.log_transition, None, None
-        else:
-            shares = transition.log_block_probs
-        return leave, transition.enter, shares
+        return leave, transition.enter, None if mixed else transition.log_block_probs
 
     def transitions(self) -> Transitions:
         """The transitions as sums over states that need no matrix: :class:`Transitions`."""
@@ -322,10 +318,14 @@ class BlockChain(MarkovChain):
     def arguments(
         self, seen: BlockLikelihood
     ) -> tuple[Transitions, Tensor, Tensor, Tensor, Tensor]:
-        """Arguments of block ``log_evidence``; ``leaving`` is added to the log-likelihoods."""
-        logs = seen.logs if seen.leaving is None else seen.logs + seen.leaving
-        transitions = Transitions(self.blocks, *self.scores(seen.leaving is not None))
-        return transitions, seen.blocks, seen.lengths, self.log_first(seen), logs
+        """Arguments of block ``log_evidence``: transitions within blocks or by the matrix."""
+        leaving, scores = seen.leaving, self.scores(seen.leaving is not None)
+        within, data = Transitions(self.blocks, *scores[:2], None), (seen.blocks, seen.lengths)
+        if scores[2] is not None:
+            keys = recursions.moves_of(within, *data).leaving
+            leaving = Transitions(self.blocks, *scores).leaving(keys).to(seen.logs)
+        logs = seen.logs if leaving is None else seen.logs + leaving
+        return within, *data, self.log_first(seen), logs
 
     def within_blocks(self, seen: BlockLikelihood) -> tuple[Tensor, Tensor]:
         """Log evidence ``(*B)``, and smoothed marginals ``(*B, T, w)`` of the states of blocks."""

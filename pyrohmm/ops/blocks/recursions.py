@@ -16,7 +16,7 @@ rounding are computed in logarithms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,7 @@ from ..._choices import BLOCK
 from ..._precision import recomputed, with_gradient
 from ..._sync import exceeds
 from ..._transforms import transforming
-from ..log_space import finite_or_zero, log, logsumexp, step_mask
-from ..products import take_rows
+from ..log_space import finite_or_zero, logsumexp, step_mask
 from ..tensor_cache import cached, cached_on
 from .pairs import BlockPairs
 from .states import offsets
@@ -43,32 +42,42 @@ def log_evidence(
     r"""Log evidence :math:`\log p(x_{1:T})` in nats, ``(N,)``, differentiable.
 
     Args:
-        transitions: Between the states of blocks.
+        transitions: Between the states of blocks, within blocks or without.
         blocks: ``(N, T)``, block of each step, on the CPU. Padding may hold anything.
         lengths: ``(N,)``, number of steps that exist, on the CPU.
         log_first: ``(N, w)``, log-probability of the first state, in the first block.
         log_seen: ``(N, T, w)``, log p(x_t | z_t) in the states of the block; -inf beyond them.
+            With transitions within blocks, and the log-probability of the block of the next step.
     """
     if transforming():
         return _by_logs(transitions, blocks, lengths, log_first, log_seen)
-    moves = moves_of(transitions, blocks, lengths)
-    probs, inexact = transitions.of_pairs(moves.pairs).to(log_seen.dtype), list[Tensor]()
-    moving = probs.requires_grad
+    moves, inexact = moves_of(transitions, blocks, lengths), list[Tensor]()
+    scores = [part for part in transitions.scores if part is not None]
+    moving = torch.is_grad_enabled() and any(part.requires_grad for part in scores)
     differentiable = moving or log_first.requires_grad or log_seen.requires_grad
 
-    def solved(first: Tensor, seen: Tensor, probs: Tensor) -> tuple[Tensor, Callable[..., Any]]:
-        found = BlockMessages(moves, first, seen, probs)
+    def solved(
+        first: Tensor, seen: Tensor, *scores: Tensor
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, ...]]]:
+        probs, of_scores = transitions.of_pairs(moves.pairs)
+        found = BlockMessages(moves, first, seen, probs.to(seen.dtype))
         if differentiable or not exceeds(found.least, found.bound):
             inexact.extend(found.back())
-        return found.evidence.to(seen.dtype), lambda weights: found.gradient(weights, moving)
 
-    def twin(first: Tensor, seen: Tensor, probs: Tensor) -> Tensor:
-        index = cached_on(seen.device, moves.pairs.index)
-        matrices = take_rows(log(probs).mT.flatten(1), index).unflatten(-1, probs.shape[1:])
-        value = _in_logs(first, matrices, seen, step_mask(lengths, seen.size(1), seen.device))
+        def gradient(weights: Tensor) -> tuple[Tensor | None, ...]:
+            by_first, by_seen, by_probs = found.gradient(weights)
+            by_scores = of_scores(by_probs) if moving else [None] * len(scores)
+            return by_first, by_seen, *by_scores
+
+        return found.evidence.to(seen.dtype), gradient
+
+    def twin(first: Tensor, seen: Tensor, *scores: Any) -> Tensor:
+        parts = Transitions(transitions.blocks, *scores, *[None] * (3 - len(scores)))
+        real = step_mask(lengths, seen.size(1), seen.device)
+        value = _in_logs(first, parts.of_keys(moves.pairs).to(seen), seen, real)
         return value.masked_fill(inexact[0], 0.0) if inexact else value
 
-    value = with_gradient(solved, twin, log_first, log_seen, probs)
+    value = with_gradient(solved, twin, log_first, log_seen, *scores)
     if not inexact:
         return value
     rows = inexact[0].nonzero().squeeze(-1)
@@ -86,8 +95,8 @@ def final_state(
     Arguments are as for :func:`log_evidence`.
     """
     moves = moves_of(transitions, blocks, lengths)
-    probs = transitions.of_pairs(moves.pairs).to(log_seen.dtype)
-    found = BlockMessages(moves, log_first, log_seen, probs)
+    probs, _ = transitions.of_pairs(moves.pairs)
+    found = BlockMessages(moves, log_first, log_seen, probs.to(log_seen.dtype))
     if exceeds(found.least, found.bound):
         return found.alpha.index_select(0, cached_on(probs.device, moves.last)).log()
     return None
@@ -106,9 +115,12 @@ class Moves(NamedTuple):
         sizes: How many sequences have a first step, a second one, and so on.
         pair: ``(M - N,)``, of the move to each row after the first N.
         after, before: ``(Z, S)``, rows to and from which moves are, all those of a line with the
-            same pair, one line for each pair and then further ones; M and 0 as padding.
-        of: ``(Z - P,)``, the pairs of the further lines.
+            same pair; M and 0 as padding. For each group of pairs one line for each pair, and then
+            further ones.
+        of: ``(Z - P,)``, the places of the pairs of further lines in their groups.
+        further: How many further lines each group has.
         last: ``(N,)``, the row of the last step of each sequence.
+        leaving: ``(N, T)``, the key of the pair of a step and the next; -1 if there is none.
     """
 
     pairs: BlockPairs
@@ -119,7 +131,9 @@ class Moves(NamedTuple):
     after: Tensor
     before: Tensor
     of: Tensor
+    further: list[int]
     last: Tensor
+    leaving: Tensor
 
 
 def moves_of(transitions: Transitions, blocks: Tensor, lengths: Tensor) -> Moves:
@@ -134,12 +148,15 @@ def moves_of(transitions: Transitions, blocks: Tensor, lengths: Tensor) -> Moves
         pairs = pairs_of(blocks, lengths, count, device)
         pair = pad(pairs.index, (1, 0)).flatten()[rows[later]]
         before = start[time[later] - 1] + place[later]
-        moves, of = _lines(pair, len(pairs))
+        moves, of, further = _lines(pair, pairs.sizes)
         after = (moves + len(order)).clamp(max=len(rows))
         last = start[lengths - 1] + order.argsort()
+        real = step_mask(lengths, blocks.size(1))[:, 1:]
+        leaving = pad(pairs.all_keys.masked_fill(~real, -1), (0, 1), value=-1)
         return Moves(
-            pairs, order, rows, sizes.tolist(), pair, after, pad(before, (0, 1))[moves], of, last
-        )
+            pairs, order, rows, sizes.tolist(), pair, after, pad(before, (0, 1))[moves], of,
+            further, last, leaving,
+        )  # fmt: skip
 
     return cached(blocks, made, lengths.numpy().tobytes(), f"{device} {count}".encode())
 
@@ -152,19 +169,22 @@ def pairs_of(blocks: Tensor, lengths: Tensor, count: int, device: torch.device) 
     return BlockPairs(torch.where(real, keys, some), count, device)
 
 
-def _lines(pair: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sort transitions by pair of blocks, in lines of equal size ``(Z, S)``; pair of each line."""
+def _lines(pair: Tensor, groups: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+    """Sort transitions by pair of blocks, in lines of equal size ``(Z, S)``; see :class:`Moves`."""
+    sizes = torch.tensor(groups, dtype=torch.long)
+    count, starts = sum(groups), offsets(sizes)
     number = pair.bincount(minlength=count)
     size = min(BLOCK, max(FEWEST, 2 * math.ceil(len(pair) / max(count, 1))))
-    further = (number - 1).clamp(min=0) // size
+    further = offsets((number - 1).clamp(min=0) // size)
+    begin, end = (x.repeat_interleave(sizes) for x in (starts[:-1], starts[1:]))
     order = pair.argsort(stable=True)
     own = pair[order]
     rank = torch.arange(len(pair)) - offsets(number)[own]
-    line, place = rank // size, rank % size
-    line = torch.where(line > 0, count - 1 + offsets(further)[own] + line, own)
-    moves = torch.full((count + int(further.sum()), size), len(pair))
-    moves[line, place] = order
-    return moves, torch.arange(count).repeat_interleave(further)
+    first, later = own + further[begin[own]], end[own] + further[own] + rank // size - 1
+    moves = torch.full((count + int(further[-1]), size), len(pair))
+    moves[torch.where(rank < size, first, later), rank % size] = order
+    of = (torch.arange(count) - begin).repeat_interleave(further.diff())
+    return moves, of, further[starts].diff().tolist()
 
 
 class BlockMessages:
@@ -196,15 +216,14 @@ class BlockMessages:
         peak, most = (finite_or_zero(x.amax(-1, keepdim=True)) for x in (logs, logs_first))
         self.weight, self.never = (logs - peak).exp_(), logs.isneginf()
         self.alpha, self.norm = torch.empty_like(logs), torch.empty_like(peak)
-        some, sizes = probs.new_empty(size, width, width), moves.sizes
-        self._moves = [
-            (pair, some[: len(pair)]) for pair in self._here(moves.pair).split(sizes[1:])
-        ]
+        self._most, sizes = max(1, at_once(probs.device) // width**2), moves.sizes
+        self._some = probs.new_empty(min(size, self._most), width, width)
+        self._pairs = self._here(moves.pair).split(sizes[1:])
         parts = (x.unsqueeze(1).split(sizes) for x in (self.alpha, self.weight, self.norm))
         before = torch.exp(logs_first - most, out=self.alpha[:size])
         for t, (alpha, weight, norm) in enumerate(zip(*parts)):
             if t > 0:
-                torch.bmm(before[: len(alpha)], self._matrices(t).mT, out=alpha)
+                self._step(t, before[: len(alpha)], alpha)
             torch.sum(alpha.mul_(weight), -1, keepdim=True, out=norm)
             before = alpha.div_(norm)
         self.least = (self.alpha * self.norm).masked_fill_(self.never, torch.inf).amin()
@@ -216,10 +235,12 @@ class BlockMessages:
     def _here(self, indices: Tensor) -> Tensor:
         return cached_on(self.probs.device, indices)
 
-    def _matrices(self, t: int) -> Tensor:
-        """Transition probabilities of blocks into step t, in a buffer that the next call reuses."""
-        pair, out = self._moves[t - 1]
-        return torch.index_select(self.probs, 0, pair, out=out)
+    def _step(self, t: int, messages: Tensor, out: Tensor, back: bool = False) -> None:
+        """Products of messages ``(n, 1, w)`` and the transitions into step t, some at a time."""
+        parts = (x.split(self._most) for x in (self._pairs[t - 1], messages, out))
+        for pair, message, product in zip(*parts):
+            matrices = torch.index_select(self.probs, 0, pair, out=self._some[: len(pair)])
+            torch.bmm(message, matrices if back else matrices.mT, out=product)
 
     def back(self) -> list[Tensor]:
         """Backward pass; a list of the mask ``(N,)`` of inexact sequences, or an empty one."""
@@ -232,7 +253,7 @@ class BlockMessages:
         )
         for t in range(len(sizes) - 1, 0, -1):
             torch.mul(ratio[t], beta[t], out=sent[t])
-            torch.bmm(sent[t], self._matrices(t), out=beta[t - 1][: sizes[t]])
+            self._step(t, sent[t], beta[t - 1][: sizes[t]], back=True)
         most = self.beta.masked_fill(self.never, 0.0).amax(-1, keepdim=True)
         mass, bound = self.norm / most, self.bound * self.alpha.size(1)
         if exceeds(mass.amin(), bound):
@@ -246,25 +267,32 @@ class BlockMessages:
             part.masked_fill_(rows, 0.0)
         return [unsure]
 
-    def gradient(self, weights: Tensor, moving: bool) -> tuple[Tensor | None, ...]:
-        """Gradients by the arguments, and by transition probabilities if they are ``moving``."""
+    def gradient(self, weights: Tensor) -> tuple[Tensor, Tensor, Iterator[Tensor]]:
+        """Gradients by the first two arguments, and by ``probs`` of each group of pairs."""
         size, width = self.moves.sizes[0], self.alpha.size(1)
         alpha = self.alpha * weights.to(self.alpha.dtype).index_select(0, self.owner).unsqueeze(-1)
         gamma = alpha * self.beta
         by_seen = gamma.new_zeros(size * self.steps, width).index_copy_(0, self.rows, gamma)
         by_first = torch.empty_like(gamma[:size])
         by_first.index_copy_(0, self._here(self.moves.order), gamma[:size])
-        if not moving:
-            return by_first, by_seen.view(size, -1, width), None
-        after, before = self._here(self.moves.after), self._here(self.moves.before)
-        there = self.sent.index_select(0, after.flatten()).view(*after.shape, width)
-        here = alpha.index_select(0, before.flatten()).view(*after.shape, width)
-        count = len(self.probs)
-        by_probs = torch.bmm(there[:count].mT, here[:count])
-        if len(there) > count:
-            further = torch.bmm(there[count:].mT, here[count:])
-            by_probs.index_add_(0, self._here(self.moves.of), further)
-        return by_first, by_seen.view(size, -1, width), by_probs
+        return by_first, by_seen.view(size, -1, width), self._by_probs(alpha)
+
+    def _by_probs(self, alpha: Tensor) -> Iterator[Tensor]:
+        """Gradients by transition probabilities ``(p, w, w)``, of one group of pairs at a time."""
+        moves = self.moves
+        sizes = [sum(each) for each in zip(moves.pairs.sizes, moves.further)]
+        lines = [
+            messages.index_select(0, rows.flatten()).view(*rows.shape, -1).split(sizes)
+            for messages, rows in (
+                (self.sent, self._here(moves.after)), (alpha, self._here(moves.before))
+            )
+        ]  # fmt: skip
+        of = self._here(moves.of).split(moves.further)
+        for there, here, more, count in zip(*lines, of, moves.pairs.sizes):
+            found = torch.bmm(there[:count].mT, here[:count])
+            if len(more):
+                found.index_add_(0, more, torch.bmm(there[count:].mT, here[count:]))
+            yield found
 
 
 # In logarithms -----------------------------------------------------------------------------------
@@ -272,11 +300,8 @@ class BlockMessages:
 
 def gathered(transitions: Transitions, blocks: Tensor, lengths: Tensor) -> Tensor:
     """Log transition probabilities ``(N, T-1, w, w)`` between the blocks of steps ``(N, T)``."""
-    pairs, width = moves_of(transitions, blocks, lengths).pairs, transitions.blocks.width
-    index = cached_on(transitions.scores[0].device, pairs.index)
-    return take_rows(transitions.of_pairs(pairs, True).mT.flatten(1), index).unflatten(
-        -1, (width, width)
-    )
+    device = transitions.scores[0].device
+    return transitions.of_keys(pairs_of(blocks, lengths, transitions.all, device))
 
 
 def chunks_of(transitions: Transitions, blocks: Tensor) -> tuple[Tensor, ...]:

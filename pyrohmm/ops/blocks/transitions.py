@@ -23,7 +23,14 @@ from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 from ..products import take_rows
 from ..tensor_cache import cached, cached_on
-from .pairs import BlockPairs, probs_of_matrix, transition_probs
+from .pairs import (
+    BlockPairs,
+    PairGradient,
+    log_softmax_of_pairs,
+    logs_of_matrix,
+    probs_of_matrix,
+    softmax_of_pairs,
+)
 from .states import Blocks
 
 CHUNK = 1 << 19  # transition probabilities that exist at one time; larger ones leave the cache
@@ -45,9 +52,9 @@ class Transitions:
     Args:
         blocks: Of states; B of them.
         leave, enter, log_block_probs: Vectors u and v ``(K, D)``, and log p(b | i) ``(K, B)``:
-            p(j | i) = p(b | i) softmax_b(u_i v_j) for state j in block b. Vectors may be of lower
-            precision than all else: then the products are computed in that. Or log p(j | i)
-            ``(K, K)`` and None twice.
+            p(j | i) = p(b | i) softmax_b(u_i v_j) for state j in block b, or None for p(j | i, b).
+            Vectors may be of lower precision than all else: then the products are computed in
+            that. Or log p(j | i) ``(K, K)`` and None twice.
     """
 
     def __init__(
@@ -84,22 +91,39 @@ class Transitions:
         wide = logs.new_full((len(logs), self.num_states + 1), -torch.inf)
         return wide.scatter(1, places, logs.masked_fill(places == self.num_states, -torch.inf))
 
-    def between(self, source: Tensor, target: Tensor) -> Tensor:
-        """Log-probabilities ``(*, w, w)`` of transitions from some blocks to others ``(*)``.
+    def of_pairs(self, pairs: BlockPairs) -> tuple[Tensor, PairGradient]:
+        """Transition probabilities of pairs within blocks, ``(P, w, w)``, and their gradient."""
+        leave, enter, _ = self.scores
+        if enter is None:
+            return probs_of_matrix(pairs, self.blocks, leave)
+        return softmax_of_pairs(pairs, self.blocks, leave, enter)
+
+    def leaving(self, keys: Tensor) -> Tensor:
+        """Log-probabilities of the next block, given each state of a block, by the keys of pairs.
+
+        ``(*, w)``; zeros for key -1.
+        """
+        shares = self.scores[2]
+        assert shares is not None
+        by_pair = self.blocks.by_block(shares).mT.flatten(0, 1)
+        keys = cached_on(by_pair.device, keys)
+        found = take_rows(by_pair, keys.clamp(min=0))
+        return found.masked_fill((keys < 0).unsqueeze(-1), 0.0)
+
+    def of_keys(self, pairs: BlockPairs) -> Tensor:
+        """Log-probabilities ``(*, w, w)`` of transitions, for each key of ``pairs``.
 
         What is beyond the states of a block means nothing.
         """
-        pairs = BlockPairs(source * self.all + target, self.all, self.scores[0].device)
-        index = cached_on(self.scores[0].device, pairs.index)
-        found = self.of_pairs(pairs, True).mT.flatten(1)
-        return take_rows(found, index).unflatten(-1, (self.blocks.width, -1))
-
-    def of_pairs(self, pairs: BlockPairs, logs: bool = False) -> Tensor:
-        """Transition probabilities of pairs, ``(P, w, w)``: :func:`.transition_probs`."""
-        leave, enter, log_block_probs = self.scores
-        if enter is not None and log_block_probs is not None:
-            return transition_probs(pairs, self.blocks, leave, enter, log_block_probs, logs)
-        return probs_of_matrix(pairs, self.blocks, leave, logs)
+        leave, enter, shares = self.scores
+        if enter is None:
+            found = logs_of_matrix(pairs, self.blocks, leave)
+        else:
+            found = log_softmax_of_pairs(pairs, self.blocks, leave, enter)
+        if shares is not None:
+            found = found + self.leaving(pairs.keys).unsqueeze(1)
+        found = take_rows(found.mT.flatten(1), cached_on(found.device, pairs.index))
+        return found.unflatten(-1, (self.blocks.width, -1))
 
     def sums(self, logs: Tensor, source: Tensor, target: Tensor, best: bool = False) -> Tensor:
         """Log-sum-exp over the previous state, for vectors of all states; -inf elsewhere.
@@ -121,7 +145,8 @@ class Transitions:
             if key < 0:
                 before, after = source[rows], target[rows]
                 values = values.gather(1, self.places(before))
-                part = along(values.unsqueeze(-1) + self.between(before, after), -2)
+                pairs = BlockPairs(before * self.all + after, self.all, logs.device)
+                part = along(values.unsqueeze(-1) + self.of_keys(pairs), -2)
                 found.append(self.widened(part, after))
             else:
                 one, other = divmod(key, self.all + 1)
