@@ -1,12 +1,12 @@
 """Speed on a GPU: evidence with gradient, fits, dense HMMs of tokens, and large neural HMMs.
 
 Every method of a comparison is timed in turn in one run, in float32, until the device has finished;
-the profiler counts what a call launches. Parts: ``evidence`` of this package, of dynamax if it is
-installed, of Pyro's ``DiscreteHMM``, and of a loop of logsumexp, as they are and, where torch can
-capture them, as a CUDA graph; ``messages``, the recursion and its gradient alone, given
-log-likelihoods; ``fits``, an iteration of EM, MAP, SVI and co-occurrences; ``tokens``, tokens a
-second of dense HMMs of 33,279 tokens, beside PyJuice if it is installed; ``neural``, a step of
-training of an HMM of thousands of states, with and without dropout.
+the profiler counts what a call launches. Parts: ``evidence`` of this package, with and without
+Triton, of dynamax if it is installed, of Pyro's ``DiscreteHMM``, and of a loop of logsumexp, as
+they are and, where torch can capture them, as a CUDA graph; ``messages``, the recursion and its
+gradient alone, given log-likelihoods; ``fits``, an iteration of EM, MAP, SVI and co-occurrences;
+``tokens``, tokens a second of dense HMMs of 33,279 tokens, beside PyJuice if it is installed;
+``neural``, a step of training of an HMM of thousands of states, with and without dropout.
 
 Each number has its date, card and versions beside it, and stays until its part is measured again on
 the same day: the file is a history. A part that fails is written as such, and the others go on.
@@ -31,7 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # jax would tak
 import pyro
 import torch
 from common import FOLDER, arguments, earlier, interleaved, launches, pyplot, write
-from common.problems import Problem as Peers
+from common.problems import Problem as Peer
 from common.problems import jax
 from pyro.distributions import Categorical, DiscreteHMM, Normal
 from pyro.infer.autoguide import AutoNormal
@@ -49,7 +49,7 @@ from pyrohmm import (
     fit_map,
     fit_svi,
 )
-from pyrohmm.ops import recursions
+from pyrohmm.ops import backends, recursions
 
 try:
     import pyjuice
@@ -60,6 +60,7 @@ NAME = "gpu_throughput"
 SYMBOLS = [(256, 100, 16, 64), (64, 200, 128, 1000), (32, 64, 1024, 1000), (1, 10000, 8, 32),
            (8, 64, 16, 16), (1024, 200, 32, 100)]  # fmt: skip
 VECTORS = [(64, 200, 32, 40), (256, 100, 16, 2)]  # N, T, K, D
+PEERS = ("DiscreteHMM", "log space", "dynamax", "PyJuice")
 PARTS = ["evidence", "messages", "fits", "tokens", "neural"]
 LIMIT = 420.0  # seconds
 Row = dict[str, Any]
@@ -151,6 +152,16 @@ def as_graph(method: Call) -> Call:
     return graph.replay
 
 
+def by_torch(method: Call) -> Call:
+    """``method`` by operations of torch alone."""
+
+    def run() -> None:
+        with backends.use(backends.TORCH):
+            method()
+
+    return run
+
+
 def timed(plans: dict[str, Callable[[], Call]], device: torch.device, quick: bool) -> list[Row]:
     """Rows of methods that are made by ``plans``; one that cannot be made or run says why."""
     ready: dict[str, Call] = {}
@@ -165,8 +176,8 @@ def timed(plans: dict[str, Callable[[], Call]], device: torch.device, quick: boo
             ready[name] = run
     for name, times in interleaved(ready, 1 if quick else 9, seconds=2.0).items():
         found = {"seconds": median(times), "lowest": min(times), "highest": max(times)}
-        ours = {} if "graph" in name or "dynamax" in name else launches(ready[name])
-        rows.append({"method": name, **found, **ours})
+        counted = {} if name.startswith(PEERS) else launches(ready[name])
+        rows.append({"method": name, **found, **counted})
     return rows
 
 
@@ -176,10 +187,11 @@ def evidence(shape: tuple[int, ...], vectors: bool, device: Any, quick: bool) ->
     plans: dict[str, Callable[[], Call]] = {"pyrohmm": lambda: problem.ours}
     plans |= {"DiscreteHMM": lambda: problem.discrete_hmm, "log space": lambda: problem.log_space}
     if device.type == "cuda":
+        plans["pyrohmm, no Triton"] = lambda: by_torch(problem.ours)
         plans |= {f"{n}, CUDA graph": lambda p=p: as_graph(p()) for n, p in plans.items()}
         plans[f"pyrohmm, CPU, {torch.get_num_threads()} threads"] = lambda: here.ours
     if jax is not None and not vectors:
-        plans[f"dynamax, {jax.default_backend()}"] = lambda: Peers(*shape).dynamax()
+        plans[f"dynamax, {jax.default_backend()}"] = lambda: Peer(*shape).dynamax()
     kind = {"emission": "normal" if vectors else "categorical", "shape": list(shape)}
     return [kind | row for row in timed(plans, device, quick)]
 

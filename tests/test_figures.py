@@ -29,6 +29,12 @@ def test_published_log_likelihoods_are_ours_to_the_digits_printed():
         assert row.get("gap", 0.0) < 1e-3  # coefficients that they print
 
 
+def test_every_number_of_a_gpu_says_when_and_on_what_it_was_measured():
+    for row in json.loads((FIGURES / "gpu_throughput.json").read_text())["rows"]:
+        assert {"date", "card", "pyrohmm", "torch"} <= row.keys()
+        assert ({"seconds", "tokens_a_second"} & row.keys()) or row["skipped"]
+
+
 def test_a_step_goes_through_no_more_of_the_package_than_before(monkeypatch):
     """Bounds are what was reached; of calls and functions, which vary, a tenth more."""
     monkeypatch.syspath_prepend(FIGURES)
