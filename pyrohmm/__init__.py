@@ -1,4 +1,63 @@
-"""Hidden Markov models as Pyro components: exact, fast, fitted by MAP, SVI or EM."""
+"""Hidden Markov models as Pyro components: exact, fast, fitted by MAP, SVI or EM.
+
+A table becomes sequences, a module is fitted to them, and the fit is asked for states::
+
+    data = Sequences.from_dataframe(frame, columns="x", by="who", time="day")
+    fit = fit_em(TabularHMM(2, normal(0)), data, restarts=8)
+    frame = data.to_dataframe(states=fit.predict(data), probs=fit.predict_proba(data))
+
+Data:
+
+``Sequences``     sequences of different lengths: from_list, from_concatenated, from_dataframe
+``formulas``      columns of covariates by formulas, such as "~ bs(hour, df=4)"
+``movement``      steps and turns of tracks
+``datasets``      simulated and downloaded data; ``readers`` read text, CoNLL-U, FASTA, MIDI
+
+Modules, whose parameters are fitted; ``freeze`` holds one at a value:
+
+``TabularHMM``    first-order Markov chain; ``StationaryHMM``, ``StickyHDPHMM`` are kinds of it
+``RegressionHMM``  transitions, rates and emissions that depend on covariates
+``TabularHSMM``   explicit durations: ``free_durations``, ``poisson_durations``,
+                  ``negative_binomial_durations``, ``geometric_durations``, ``parametric_durations``
+``TabularContinuousTimeHMM``  irregular times; ``TabularSecondOrderHMM``, ``TabularFactorialHMM``
+``DenseHMM``, ``NeuralHMM``, ``NeuralTagger``  embeddings, and networks for thousands of states
+``HMMModule``     base of your own; ``left_to_right``, ``banded``, ``sticky`` transitions
+
+Emissions, the second argument of a module:
+
+``categorical``, ``autoregressive_categorical``, ``bernoulli``, ``poisson``, ``negative_binomial``
+``normal``, ``normal_full``, ``normal_tied``, ``normal_spherical``, ``autoregressive_normal``,
+``normal_mixture``, ``student_t``, ``log_normal``, ``gamma``, ``weibull``, ``beta``
+``von_mises``, ``wrapped_cauchy``  angles in radians
+``regression``    of covariates; ``parametric`` of any distribution of Pyro
+``additive_normal``, ``additive_bernoulli``  of several chains
+``streams``, ``zero_inflated``, ``censored``, ``truncated``, ``tied``  of other emissions
+
+Fits, each of which returns a ``Fit``:
+
+``fit_em``        EM with restarts; ``GradientStep`` where a parameter has no closed form
+``fit_map``, ``fit_svi``  gradients, of modules or any Pyro model; ``FitOptions`` of both
+``fit_gibbs``, ``fit_mcmc``  samples of the posterior, a ``SampledFit``
+``fit_laplace``   random effects, a ``LaplaceFit``
+``fit_cooccurrence``  counts of neighbours: ``CooccurrenceModel``
+``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``, ``markov_sample``, ``scale_priors``
+                  a module as a Pyro model; ``DiversityPrior`` and others of its HMM
+``merge_states``, ``split_state``  another number of states; ``Restarts`` of a fit
+
+Afterwards:
+
+``fit.predict``, ``predict_proba``, ``score``, ``forecast``, ``intervals``, ``summary``
+``HMM``           the distribution: log_prob, posterior, viterbi, ``Forecast``; ``HSMM``,
+                  ``ContinuousTimeHMM``, ``FactorialHMM``, ``SecondOrderHMM``, ``BlockHMM``,
+                  ``TaggedHMM``, ``LinearChainCRF``; ``Posterior`` and ``ExpectedCounts`` of them
+``report``, ``check_model``, ``calibrate``  whether model and data agree, and inference is right
+``metrics``, ``queries``, ``plots``  perplexity, BIC, cross-validation; imputation, k best; pictures
+``Filter``        online, step by step
+``PosteriorDraws``, ``to_arviz``  samples with aligned states, for ArviZ
+``save``, ``load_hmm``, ``load_into``  files that cannot run code
+``from_hmmlearn``, ``to_hmmlearn``, ``from_ctrlg``, ``to_ctrlg``
+``LanguageModel``  of text; ``python -m pyrohmm.language``
+"""
 
 from . import distributions as distributions
 from . import language as language
@@ -123,3 +182,5 @@ from .ops import blocks as blocks
 from .ops import recursions as recursions
 from .ops import semi_markov as semi_markov
 from .ops.recursions import Posterior as Posterior
+
+__all__ = [n for n, x in vars().items() if n[0] != "_" and callable(x)]  # no module

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -196,11 +197,22 @@ def test_errors_of_users_are_not_assertions(name):
 
 def public_names():
     """The names that the package itself re-exports, each as ``X as X``; it holds nothing else."""
-    nodes = ast.parse((PACKAGE / "__init__.py").read_text()).body[1:]
+    nodes = ast.parse((PACKAGE / "__init__.py").read_text()).body[1:-1]  # without ``__all__``
     assert all(isinstance(node, ast.ImportFrom) for node in nodes)
     aliases = [alias for node in nodes for alias in node.names]
     assert all(alias.asname == alias.name for alias in aliases)
     return [alias.name for alias in aliases]
+
+
+def test_help_lists_what_a_star_brings_and_that_is_no_module():
+    """By task, a line each: ``from pyrohmm import *`` must not hide a name such as ``data``."""
+    names = {*pyrohmm.__all__}
+    assert all(inspect.isclass(x) or inspect.isroutine(x) for x in map(pyrohmm.__dict__.get, names))
+    assert names == {n for n in public_names() if callable(getattr(pyrohmm, n))}
+    told = {*re.findall(r"``(\w+)``", pyrohmm.__doc__)}
+    assert names <= told
+    assert all(hasattr(pyrohmm, name) or hasattr(pyrohmm.Fit, name) for name in told)
+    assert len(pyrohmm.__doc__.splitlines()) < 80
 
 
 def test_the_version_is_that_of_the_project():

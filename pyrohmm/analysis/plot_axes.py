@@ -131,7 +131,7 @@ def legend_above(axes: Axes, labels: Sequence[str] = ()) -> None:
 def bands(
     x: Any, predicted: Bands, names: Sequence[str] | None = None, axes: Axes | None = None
 ) -> Axes:
-    """Draw predictions over a covariate as curves with bands: those of ``fit.predict``.
+    """Draw predictions over a covariate as curves with bands: those of ``fit.bands``.
 
     Args:
         x: M numbers, the values of the covariate.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch.distributions import biject_to, constraints
 from .._checks import check_probs, check_size
 from ..data.batches import Parts
 from ..data.sequences import Sequences, check_sequences
+from ..distributions.forecast import Forecast
 from ..distributions.hard_zeros import bounds
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
@@ -27,6 +29,7 @@ from ..nn.base import PYRO, in_mode
 from ..ops.backends import advise_numba
 from .coordinates import IDENTITY, LOG, LOGIT, names_of
 from .descent import Validation
+from .models import to_model_device
 from .objective import site_losses
 from .parameters import fitted_in
 from .plates import SequencePlate, check_fitted, hmm_at, repeatable, samples_of, wide
@@ -37,6 +40,15 @@ POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 SLOW = 10.0  # seconds
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
+WORDS = {  # by which fits are asked elsewhere
+    "states": "predict(data)", "viterbi": "predict(data)", "decode": "predict(data)",
+    "transform": "predict_proba(data)", "posterior": "predict_proba(data)",
+    "state_probs": "predict_proba(data)", "posteriors": "predict_proba(data)",
+    "score_samples": "predict_proba(data)", "log_prob": "score(data)",
+    "log_likelihood": "score(data)", "log_evidence": "score(data)", "loglik": "score(data)",
+    "params": "parameters", "transmat_": "hmm(data).log_transition.exp()",
+    "startprob_": "hmm(data).log_initial.exp()", "means_": "hmm(data).emission.mean",
+}  # fmt: skip
 NONE = 1e-6  # limits this near to zero and one say nothing
 FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
 PARTS: Mapping[str, tuple[str, Callable[[Any], Tensor]]] = {  # of an attribute of the HMM
@@ -232,6 +244,76 @@ class Fit:
         """
         return self.hmms([data])[0]
 
+    def predict(self, data: Sequences, algorithm: str = "viterbi") -> Tensor:
+        """Decode the state of each step, packed ``(M,)``: one sequence after the other.
+
+        ``data.to_dataframe(states=fit.predict(data))`` are the rows of a table with them; of padded
+        ``(N, T)`` tensors ask the HMM: ``fit.hmm(data).viterbi(data)``. Labels are not used.
+
+        Args:
+            data: The sequences, fitted or new.
+            algorithm: "viterbi", the most probable path; or "map", at each step the most probable
+                state.
+
+        Example:
+            >>> data = Sequences.from_list([[0, 0, 1, 1], [1]])
+            >>> fit = fit_em(TabularHMM(1, categorical(2)), data)
+            >>> fit.predict(data), fit.predict_proba(data).shape, fit.forecast(data, 3).probs.shape
+            (tensor([0, 0, 0, 0, 0]), torch.Size([5, 1]), torch.Size([2, 3, 2]))
+        """
+        if algorithm == "map":
+            return self.predict_proba(data).argmax(-1)
+        if algorithm != "viterbi":
+            text = "algorithm must be 'viterbi' or 'map'; got"
+            came = repr(algorithm) if isinstance(algorithm, str) else type(algorithm).__name__
+            raise ValueError(f"{text} {came}. At other values of covariates: fit.bands(data, at).")
+        return self._steps(data, lambda hmm, part: hmm.viterbi(part.values))
+
+    def predict_proba(self, data: Sequences) -> Tensor:
+        r"""Smoothed state probabilities :math:`p(z_t \mid x_{1:T})` of each step, ``(M, K)``.
+
+        Packed, one sequence after the other: ``data.to_dataframe(probs=fit.predict_proba(data))``.
+        """
+        return self._steps(data, lambda hmm, part: hmm.posterior(part.values).state_probs)
+
+    def score(self, data: Sequences) -> float:
+        r"""Log evidence of all sequences, :math:`\sum_n \log p(x_n)`, in nats."""
+        check_sequences("data", data)
+        parts = to_model_device(self.model, self.guide, data).buckets
+        scores = (self.hmm(part).log_prob(part.values).double().sum() for part in parts)
+        return float(sum(scores))
+
+    def forecast(self, data: Sequences, num_steps: int = 1) -> Forecast:
+        """Predictive distributions of the next H observations of each sequence: see `HMM.forecast`.
+
+        Args:
+            data: The sequences so far.
+            num_steps: H.
+
+        Returns:
+            A distribution of batch shape ``(N, H)``, with ``mean``, ``interval(0.9)``, ``sample``.
+        """
+        check_sequences("data", data)
+        data = to_model_device(self.model, self.guide, data)
+        return self.hmm(data).forecast(data.values, num_steps)
+
+    def _steps(self, data: Sequences, query: Callable[[HMM, Sequences], Tensor]) -> Tensor:
+        """Answers of the fitted HMM for all steps, packed ``(M, *)``, in the order of the rows."""
+        check_sequences("data", data)
+        data = to_model_device(self.model, self.guide, data)
+        return data.map_steps(lambda part: query(self.hmm(part), part))
+
+    def __getattr__(self, name: str) -> Any:
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        near = get_close_matches(name, dir(type(self)) + list(self.__dict__), 1)
+        if name in WORDS:
+            text += f". Did you mean fit.{WORDS[name]}?"
+        elif not name.startswith("_") and hasattr(HMM, name):
+            text += f". It is one of the HMM: fit.hmm(data).{name}"
+        elif near and not name.startswith("_"):
+            text += f". Did you mean {near[0]}?"
+        raise AttributeError(text)
+
     def hmm_to_save(self) -> HMM:
         """The fitted HMM, of one step: what :func:`pyrohmm.save` writes of a fit.
 
@@ -414,7 +496,7 @@ class Fit:
                 found.setdefault(column, []).extend(value.flatten().tolist())
         return found
 
-    def predict(
+    def bands(
         self,
         data: Sequences,
         at: Any,

@@ -205,10 +205,10 @@ def test_coefficients_have_intervals_and_predictions_bands():
     assert rates.shape == errors.shape == (3, 2)
     assert rates[2, 0] > rates[0, 0]
     assert bool((errors[1] > 0).all())
-    bands = fit.predict(data, design.matrix({"x": [-1.0, 0.0, 1.0]}), "mean")
+    bands = fit.bands(data, design.matrix({"x": [-1.0, 0.0, 1.0]}), "mean")
     torch.testing.assert_close(bands.value, rates)
     torch.testing.assert_close(bands.upper, rates * (1.959964 * errors / rates).exp())
-    moves = fit.predict(data, grid)
+    moves = fit.bands(data, grid)
     beta = fit.model.module.transition.coefficients.detach().double()
     torch.testing.assert_close(moves.value[:, 0, 1], (grid @ beta[0, 0]).sigmoid())
     logit = [moves.lower[:, 0, 1].logit(), moves.upper[:, 0, 1].logit()]
@@ -240,7 +240,7 @@ def test_priors_of_coefficients_leave_errors_in_single_precision(first, second):
         )
         fit = fit_em(module.to(dtype), data, num_iterations=30)
         errors.append(fit.std_errors(data))
-        assert fit.predict(data, covariates[0]).value.isfinite().all()
+        assert fit.bands(data, covariates[0]).value.isfinite().all()
     for name, error in errors[0].items():
         torch.testing.assert_close(error.double(), errors[1][name].double(), rtol=0.02, atol=1e-3)
 
@@ -341,7 +341,7 @@ def test_an_offset_has_a_coefficient_of_one():
     found = fit.model.module.emission.rate.coefficients.detach().numpy()
     np.testing.assert_allclose(found, [np.log(rates[0]), np.log(rates[1] / rates[0])], atol=1e-6)
     at = design.matrix({"hours": [1.0, 10.0], "dose": [0, 1]})
-    np.testing.assert_allclose(fit.predict(data, at, "mean").value[:, 0], [rates[0], 10 * rates[1]])
+    np.testing.assert_allclose(fit.bands(data, at, "mean").value[:, 0], [rates[0], 10 * rates[1]])
 
 
 NATURAL = {  # of the two states: intercepts, and slopes of x, or of the group
@@ -506,7 +506,7 @@ def test_limits_of_means_lie_in_their_support(kind, name):
     values = (x > 2 * torch.randn(40)).double().unsqueeze(0)
     data = Sequences(values, torch.tensor([40]), covariates=covariates)
     module = RegressionHMM(1, regression(kind, **{name: [0, 1]})).double()
-    bands = fit_em(module, data).predict(data, covariates[0], of="mean")
+    bands = fit_em(module, data).bands(data, covariates[0], of="mean")
     assert bool((bands.lower >= 0).all())
     assert bool((bands.lower <= bands.value).all())
     assert bool((bands.upper >= bands.value).all())

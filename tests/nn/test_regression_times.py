@@ -92,12 +92,12 @@ def test_rates_have_the_maximum_of_a_likelihood_of_matrix_exponentials():
     assert not any("rose" in note for note in fit.notes)
     rows = fit.table(data)
     assert "rates 1 → 2: column 1" in rows["parameter"]
-    bands = fit.predict(data, [[1.0, -1.0], [1.0, 1.0]], of="rates")
+    bands = fit.bands(data, [[1.0, -1.0], [1.0, 1.0]], of="rates")
     np.testing.assert_allclose(
         bands.value[1, 1, 2], numpy_rates(module.rates.coefficients.detach().numpy(), 1.0)[1, 2]
     )
     assert bool((bands.lower[:, 0, 1] < bands.value[:, 0, 1]).all())
-    moves = fit.predict(data, [[1.0, -1.0]], of=lambda hmm: hmm.transition_at(torch.ones(1)))
+    moves = fit.bands(data, [[1.0, -1.0]], of=lambda hmm: hmm.transition_at(torch.ones(1)))
     assert moves.value.shape == (1, 1, 1, 3, 3)
     hmm = fit.hmm(data)
     with pytest.raises(ValueError, match="needs rates that do not change with the step"):
@@ -204,7 +204,7 @@ def test_durations_are_fitted_by_em_and_by_gradients():
     errors = information.std_errors()["module.duration.rate.coefficients"]
     truth = torch.tensor([[0.5, 0.6], [1.2, 0.0]]).double()
     assert bool(((found - truth).abs() < 3 * errors).all())
-    bands = fit.predict(data, [[1.0, 0.0], [1.0, 1.0]], of="duration")
+    bands = fit.bands(data, [[1.0, 0.0], [1.0, 1.0]], of="duration")
     assert bool((bands.lower < bands.value).all())
     assert bands.value[0, 0] == pytest.approx(1 + found[0, 0].exp().item(), rel=0.02)
     other = of_durations()
