@@ -11,7 +11,7 @@ Data:
 ``Sequences``     sequences of different lengths: from_list, from_concatenated, from_dataframe
 ``formulas``      columns of covariates by formulas, such as "~ bs(hour, df=4)"
 ``movement``      steps and turns of tracks
-``datasets``      simulated and downloaded data; ``readers`` read text, CoNLL-U, FASTA, MIDI
+``datasets``      simulated data and English text; ``readers`` of lines, sentences, letters
 
 Modules, whose parameters are fitted; ``freeze`` holds one at a value:
 

@@ -143,10 +143,18 @@ def check_log_simplex(name: str, tensor: Tensor, tolerance: float = 1e-4) -> Non
     sums = tensor.detach().exp().sum(-1)  # logsumexp would take ten times as long
     low, high = torch.aminmax(sums) if sums.numel() else (torch.ones(()), torch.ones(()))
     if not 1 - tolerance <= low.item() <= high.item() <= 1 + tolerance:  # also catches NaN
-        rest = f"sums from {low:.6g} to {high:.6g}. Call .log_softmax(-1) on unnormalised scores."
-        plain = tensor.detach()
-        if bool((plain >= 0).all()) and bool(((plain.sum(-1) - 1).abs() <= tolerance).all()):
+        plain, rest = tensor.detach(), f"sums from {low:.6g} to {high:.6g}"
+        square = plain.dim() > 1 and plain.size(-1) == plain.size(-2)
+        if math.isnan(low.item()):
+            rest += ": it holds NaN. Look for NaN, or for the logarithm of what is negative."
+        elif square and bool(((plain.exp().sum(-2) - 1).abs() <= tolerance).all()):
+            rest += ", and along the columns 1: it is transposed. Row = from: give its .mT."
+        elif bool((plain < 0).any()):
+            rest += ". Call .log_softmax(-1) on unnormalised scores."
+        elif bool(((plain.sum(-1) - 1).abs() <= tolerance).all()):
             rest = "probabilities themselves, whose rows sum to one. Call .log() on them."
+        else:
+            rest += ". Divide counts, or weights, by the sums of their rows, then call .log()."
         wanted = "log-probabilities that sum to one along the last dimension"
         raise ValueError(f"{name} must hold {wanted}; got {rest}")
 

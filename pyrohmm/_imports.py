@@ -14,6 +14,12 @@ from typing import Any
 
 __version__ = version("pyrohmm")  # which ``pyproject.toml`` alone states
 
+EXTRAS = {  # what brings an optional package
+    "formulaic": "'pyrohmm[formulas]'", "sklearn": "'pyrohmm[sklearn]'",
+    "numba": "'pyrohmm[compiled]'", "transformers": "'pyrohmm[transformers]'",
+    "mido": "'pyrohmm[music]'", "hmmlearn": "hmmlearn", "pandas": "pandas", "pooch": "pooch",
+}  # fmt: skip
+
 
 def imported(name: str, package: str | None = None) -> Any:
     """Import the module ``name`` with signals delayed.
@@ -30,8 +36,15 @@ def imported(name: str, package: str | None = None) -> Any:
     """
     if resolve_name(name, package) in sys.modules:
         return import_module(name, package)
-    with signals_delayed():
-        return import_module(name, package)
+    try:
+        with signals_delayed():
+            return import_module(name, package)
+    except ModuleNotFoundError as error:
+        root = name.split(".")[0]
+        if error.name == root and root in EXTRAS:
+            cure = f"pip install {EXTRAS[root]}"
+            raise ModuleNotFoundError(f"{root} is not installed: {cure}", name=root) from None
+        raise
 
 
 @contextmanager

@@ -37,6 +37,7 @@ def name_of(path):
 @pytest.mark.parametrize("page", [
     "gallery.md", "installation.md", "reproductions/densehmm.md",  # not run when the site is built
     "coming_from.md", "guide/composition.md", "guide/distribution.md",
+    "guide/hierarchical.md", "guide/my_table.md",
 ])  # fmt: skip
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     """In single precision as a reader would."""

@@ -33,7 +33,8 @@ from pyrohmm import (
     regression,
     to_arviz,
 )
-from pyrohmm.data import StoredSequences
+from pyrohmm.data import StoredSequences, Vocabulary
+from pyrohmm.data.readers import Entry, corpus_of
 
 PI = torch.tensor([0.6, 0.4]).log()
 A = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
@@ -87,6 +88,7 @@ def refuses(mistakes):
 
 
 BOOLEANS = torch.ones(2, 3, dtype=torch.bool)
+GAPS = torch.tensor([[True, False, True], [True, True, True]])
 CONVERT = "Convert it with torch.as_tensor"
 
 
@@ -95,14 +97,16 @@ CONVERT = "Convert it with torch.as_tensor"
      r"log_initial must hold log-prob.* got probabilities themselves.*\.log\(\)"),
     ("probabilities in the matrix", lambda: hmm(PI, A.exp()), ValueError,
      r"log_transition must hold log-prob.* got probabilities themselves.*\.log\(\)"),
-    ("matrix transposed", lambda: hmm(PI, A.mT), ValueError, "log_transition .*sums from 0.9 to"),
+    ("matrix transposed", lambda: hmm(PI, A.mT), ValueError,
+     r"log_transition .*sums from 0.9 to .* is transposed. Row = from: give its .mT"),
+    ("counts for logs", lambda: hmm(PI, 9 * torch.eye(2)), ValueError, "Divide counts"),
     ("scores not normalised", lambda: hmm(PI, A + 1), ValueError, r"Call \.log_softmax"),
     ("matrix of other K", lambda: hmm(PI, torch.zeros(3, 3)), ValueError,
      r"log_transition must end in shape \(K, K\) = \(2, 2\); got shape \(3, 3\)"),
     ("matrix not square", lambda: hmm(PI, A[:1]), ValueError, r"log_transition .*got shape \(1, 2"),
     ("integers for floats", lambda: hmm(torch.zeros(2).long()), TypeError,
      r"log_initial must be floating point; got dtype torch.int64. Call \.float"),
-    ("NaN", lambda: hmm(PI * math.nan), ValueError, "log_initial .*sums from nan to nan"),
+    ("NaN", lambda: hmm(PI * math.nan), ValueError, "log_initial .*it holds NaN. Look"),
     ("list", lambda: hmm(PI.tolist()), TypeError, f"log_initial must be .*got list. {CONVERT}"),
     ("emission of other K", lambda: hmm(PI, A, dist.Categorical(torch.ones(3, 3))), ValueError,
      r"emission must have a batch shape that ends in K = 2 states; got batch shape \(3,\)"),
@@ -140,8 +144,18 @@ def test_distributions(mistake, error, words):
     ("list", lambda: hmm().log_prob(X.tolist()), TypeError, f"values .*list. {CONVERT}"),
     ("other Sequences", lambda: hmm().viterbi(data(X[:, :2], LENGTHS - 1)), ValueError,
      "values are Sequences whose lengths this HMM does not have.*fit.hmm"),
-    ("Sequences with gaps", lambda: hmm().log_prob(data(observed=~BOOLEANS)), ValueError,
-     "values are Sequences whose gaps"),
+    ("Sequences with gaps", lambda: hmm().log_prob(data(observed=GAPS)), ValueError,
+     r"values are Sequences whose gaps.* hmm.with_lengths\(data.lengths, data.observed\)"),
+    ("vectors of other D", lambda: of_vectors().log_prob(VECTORS[..., :1]), ValueError,
+     r"got shape \(2, 3, 1\)\. Build the emission for the data"),
+    ("fit for HMM", lambda: Filter(fit_em(module(), data(), num_iterations=1)), TypeError,
+     "got Fit. Give that of one stream: fit.hmm"),
+    ("perplexity of a density", lambda: metrics.perplexity(of_vectors(), data(VECTORS)),
+     ValueError, "perplexity is of symbols or counts"),
+    ("BIC of other data", lambda: metrics.bic(fit_em(module(), data()), data()[:1]), ValueError,
+     "data must be those of the fit, of 5 observed steps; got 3"),
+    ("cross-validation of a module", lambda: metrics.cross_validate(module(), data()), TypeError,
+     "fit must be a function .* got TabularHMM. Give lambda part: fit_em"),
     ("other device", lambda: hmm().log_prob(X.to("meta")), ValueError, "values on meta"),
     ("vectors transposed", lambda: of_vectors().log_prob(VECTORS.mT), ValueError,
      r"values must end in shape \(T, \*E\) = \(3, 2\); got shape \(2, 2, 3\)"),
@@ -174,6 +188,17 @@ def test_queries(mistake, error, words):
     ("times twice", lambda: data(times=torch.zeros(2, 3)), ValueError, "0.0 after 0.0"),
     ("total too small", lambda: data(total=1), ValueError, "total must be at least the number of"),
     ("no sequence", lambda: Sequences.from_list([]), ValueError, "sequences is empty"),
+    ("one series", lambda: Sequences.from_list(VECTORS[0, :, 0]), ValueError,
+     "sequence 0 is a single number; .* Sequences.from_concatenated"),
+    ("symbols without a vocabulary", lambda: Sequences.from_list([["a"]], vocabulary=["a"]),
+     TypeError, r"vocabulary must be a Vocabulary; got list. Give Vocabulary\(symbols\)"),
+    ("words and what is missing", lambda: Vocabulary.from_counts(["a", 1, None]), TypeError,
+     "symbols must be texts; got NoneType, int among them"),
+    ("an inverted mask", lambda: data(observed=~BOOLEANS), UserWarning,
+     "observed is False at every step; .* Give ~observed"),
+    ("tags without those of training", lambda: corpus_of(
+        "test", [Entry(1, ["a"], ["x"])], vocabulary=Vocabulary(["a"])), ValueError,
+     "test has tags, .* got tags=None. Give its corpus.tags"),
     ("a sequence of nothing", lambda: Sequences.from_list([[1], []]), ValueError,
      "sequence 1 has no step"),
     ("vectors of several D", lambda: Sequences.from_list([VECTORS[0], VECTORS[0, :, :1]]),

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions import Unit
 from pyro.infer import MCMC
 from torch import Tensor
 
@@ -26,18 +25,15 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
-from ..infer.models import check_returns_hmm, to_model_device
-from ..infer.objective import latent_sites
+from ..infer.layouts import Layout, Model, arranged, layout_of, log_prior, run
+from ..infer.models import to_model_device
 from ..infer.plates import (
     AtValues,
-    SequencePlate,
     check_fitted,
-    hmm_at,
     marks_of,
     samples_of,
     sequence_plates,
     shared,
-    values_for,
     wide,
 )
 from ..infer.replicates import match_states
@@ -47,113 +43,6 @@ from ..nn.base import PYRO, in_mode
 
 GUIDE = "independent samples of a guide: there are no chains that could disagree"
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
-Model = Callable[..., Any]
-Values = Mapping[str, Tensor]
-WRONG = (ValueError, RuntimeError, IndexError, AssertionError)
-
-
-class Layout(NamedTuple):
-    """Layout of a model's latent variables: dimensions of samples, states and sequences.
-
-    Attributes:
-        plates: Of the variables of which each sequence has one, by name.
-        inside: Names of the plates around each variable that is inside some, left to right.
-        batched: The variables whose plates are batch dimensions of the HMM.
-    """
-
-    plates: dict[str, SequencePlate]
-    inside: dict[str, tuple[str, ...]]
-    batched: frozenset[str]
-
-
-def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
-    """Layout of the latent variables of a model, of which ``one`` is a sample.
-
-    Raises:
-        ValueError: If ``one`` does not hold the latent variables of the model, all of them.
-    """
-    with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
-        try:
-            with AtValues(one):
-                trace = poutine.trace(model).get_trace(data)
-        except WRONG:  # they are of other sequences, or none are of the model
-            trace = poutine.trace(model).get_trace(data)
-    check_returns_hmm(trace.nodes["_RETURN"]["value"])
-    if one.keys() != (names := latent_sites(trace)[0].keys()):
-        wrong = ", ".join(one.keys() ^ names)
-        text = f"samples must be of the latent variables, {', '.join(names)}"
-        raise ValueError(f"{text}; {wrong} are lacking or unknown. Give them all.")
-    plates = sequence_plates(model, data, trace)
-    for name in one.keys() - plates.keys():
-        found, wanted = tuple(one[name].shape), tuple(trace.nodes[name]["fn"].shape())
-        if found != wanted:
-            raise ValueError(
-                f"samples of {name!r} must have shape (C, S, *) with * = {wanted}, chains first; "
-                f"got * = {found}. Give the MCMC itself, or get_samples(group_by_chain=True)."
-            )
-    inside = {}
-    for name in one:
-        frames = trace.nodes[name]["cond_indep_stack"]
-        if by_dim := {frame.dim: frame.name for frame in frames if frame.vectorized}:
-            depth = -min(by_dim)
-            inside[name] = tuple(by_dim.get(d, f"{name}_dim_{d + depth}") for d in range(-depth, 0))
-    return Layout(plates, inside, frozenset(inside))
-
-
-def arranged(model: Model, values: Values, count: int, data: Sequences) -> tuple[Layout, HMM]:
-    """Layout for which batched samples have the densities of single ones; HMM of the first sample.
-
-    Args:
-        model: The Pyro model.
-        values: Some samples ``(S, ...)``.
-        count: S.
-        data: The sequences.
-
-    Raises:
-        ValueError: If there is none, or names are wrong.
-    """
-    rows = [{name: value[i] for name, value in values.items()} for i in range(count)]
-    layout = layout_of(model, rows[0], data)
-    singles = [run(model, row, data, layout) for row in rows]
-    wanted = torch.stack([single.log_prob(data.values) for single in singles])
-    priors = torch.stack([log_prior(model, row, data, layout, 1)[0] for row in rows])
-    for batched in dict.fromkeys([layout.batched, frozenset(layout.plates)]):
-        tried = layout._replace(batched=batched)
-        try:
-            several = wide(values, batched)
-            hmm = run(model, several, data, tried).expand(torch.Size([count, len(data)]))
-            torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-3, atol=1e-3)
-            together = log_prior(model, several, data, tried, count)
-            torch.testing.assert_close(together, priors, rtol=1e-3, atol=1e-3)
-        except WRONG as error:
-            reason = error
-        else:
-            return tried, singles[0]
-    raise ValueError(
-        "model must accept samples on the left: write matrix[..., 0, :], not matrix[0]."
-    ) from reason
-
-
-def run(model: Model, values: Values, data: Sequences, layout: Layout) -> HMM:
-    """HMM that the model returns when its latent variables have these values."""
-    with in_mode(False, model):
-        return hmm_at(model, values, data, layout.plates)
-
-
-def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, count: int) -> Tensor:
-    """Log prior density ``(S,)`` of S samples, ``pyro.factor`` terms included."""
-    total = torch.zeros(count, dtype=torch.float64, device=data.values.device)
-    with PYRO, torch.no_grad(), poutine.block(), in_mode(False, model):
-        with AtValues(values_for(values, data, layout.plates)):
-            trace = poutine.trace(model).get_trace(data)
-        for name, site in trace.nodes.items():
-            factor = isinstance(site.get("fn"), Unit) and not site["cond_indep_stack"]
-            if name in values or factor:
-                scores = site["fn"].log_prob(site["value"]).double()
-                total += scores.reshape(count, -1).sum(-1) if scores.dim() else scores
-    return total
-
-
 # Where they come from ----------------------------------------------------------------------------
 
 

@@ -78,6 +78,11 @@ def perplexity(model: HMM | Fit, data: Data, batch_size: int = 256) -> Perplexit
         perplexity 4.00 over 3 tokens
     """
     data = in_parts(data)
+    some = data if isinstance(data, Sequences) else data.first
+    hmm = model.hmm(some[:1]) if isinstance(model, Fit) and not model.plates else model
+    if isinstance(hmm, HMM) and not hmm.emission.support.is_discrete:
+        text = "perplexity is of symbols or counts; of a density it depends on the unit"
+        raise ValueError(f"{text}. Ask fit.score(data) / data.num_observed, in nats.")
     total = log_evidence(model, data, batch_size).double().sum().item()
     return Perplexity.of(total, data.num_observed)
 
@@ -282,6 +287,9 @@ def _evidence_and_size(fit: Fit, data: Data, count: float | None = None) -> tupl
         text = f"fit must be one of EM or MAP, a point; got one of {fit.method}"
         raise ValueError(f"{text}. Compare distributions by arviz.loo(to_arviz(fit, data)).")
     data = in_parts(data)
+    if fit.unit == "observed step" and data.num_observed != fit.num_observed:
+        text = f"data must be those of the fit, of {fit.num_observed:,} observed steps"
+        raise ValueError(f"{text}; got {data.num_observed:,}. Of other data: fit.score(data).")
     evidence = log_evidence(fit, data).double().sum().item()
     if count is None:
         some = data if isinstance(data, Sequences) else data.first
@@ -406,6 +414,9 @@ def cross_validate(
         >>> found.log_evidence.shape, found.num_observed
         (torch.Size([10]), 200)
     """
+    if isinstance(fit, torch.nn.Module) or not callable(fit):
+        text = f"fit must be a function that fits a part of the data; got {type(fit).__name__}"
+        raise TypeError(f"{text}. Give lambda part: fit_em(module, part).")
     check_sequences("data", data)
     if not 2 <= num_folds <= len(data):
         text = f"num_folds must lie between 2 and N = {len(data)}; got {num_folds}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
+from .._arrays import to_numpy
 from .._imports import imported
 from ..infer.results import Bands
 
@@ -23,6 +25,22 @@ def axes_or_new(axes: Axes | None) -> Axes:
     if axes is not None:
         return axes
     return imported("matplotlib.pyplot").subplots(layout="constrained")[1]
+
+
+def places_of(x: Any, count: int) -> tuple[Any, str]:
+    """Places of ``count`` steps on an axis, and its label: numbers or dates ``x``, else numbers.
+
+    Dates with a time zone are drawn as local times; a column of a table names the axis.
+    """
+    if x is None:
+        return np.arange(count), "step"
+    clock = getattr(x, "dt", x)  # of a pandas.Series
+    local = clock.tz_localize(None) if getattr(clock, "tz", None) is not None else x
+    places = to_numpy(local)
+    if places.shape != (count,):
+        text = f"x must have a time for each of the {count} steps, (T,); got shape"
+        raise ValueError(f"{text} {places.shape}. Give those of the sequence that is drawn.")
+    return places, getattr(x, "name", None) or "time"
 
 
 def names_or_numbers(

@@ -23,6 +23,7 @@ from .plot_axes import (
     colors_of,
     legend_above,
     names_or_numbers,
+    places_of,
     single,
     square,
     styles,
@@ -190,6 +191,7 @@ def forecast(
     predicted: Forecast,
     values: Tensor | None = None,
     *,
+    x: Any = None,
     levels: Sequence[float] = (0.5, 0.9),
     axes: Axes | None = None,
 ) -> Axes:
@@ -199,6 +201,7 @@ def forecast(
         predicted: Of one sequence of numbers, ``(H,)`` or ``(1, H)``: such as
             ``hmm.forecast(values, 10)`` of an HMM of one sequence.
         values: The past, ``(T,)``, ``(1, T)`` or ``(1, T, 1)``; the forecast follows it.
+        x: ``(T + H,)`` numbers or dates, past and to come; numbers of the steps by default.
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
     """
@@ -210,17 +213,18 @@ def forecast(
             f"{text}; got {tuple(predicted.shape())} and {past}. Index one sequence n: "
             "fit.hmm(data[n : n + 1]).forecast(data[n : n + 1].values, H)."
         )
+    places, label = places_of(x, start + ahead)
     axes = axes_or_new(axes)
     if values is not None:
         observed = values.detach().reshape(-1).cpu().numpy()
-        axes.plot(range(start), observed, color="0.3", label="observed")
-    steps = range(start, start + ahead)
+        axes.plot(places[:start], observed, color="0.3", label="observed")
+    steps = places[start:]
     for level in sorted(levels, reverse=True):
         low, high = (end.reshape(-1).cpu().numpy() for end in predicted.interval(level))
         axes.fill_between(steps, low, high, color="C0", alpha=0.25, lw=0.0, label=f"{level:.0%}")
     median = predicted.quantiles([0.5]).reshape(-1).cpu().numpy()
     axes.plot(steps, median, color="C0", label="median")
-    axes.set(xlabel="step", ylabel="observation")
+    axes.set(xlabel=label, ylabel="observation")
     legend_above(axes)
     return axes
 
@@ -299,13 +303,18 @@ def _decoded(
 
 
 def state_probs(
-    probs: Tensor, names: Sequence[str] | None = None, *, axes: Axes | None = None
+    probs: Tensor,
+    names: Sequence[str] | None = None,
+    *,
+    x: Any = None,
+    axes: Axes | None = None,
 ) -> Axes:
     """Draw the distribution of the state at each step as stacked shares.
 
     Args:
-        probs: ``(T, K)``, such as one sequence of ``hmm.posterior(values).state_probs``.
+        probs: ``(T, K)``, such as ``fit.predict_proba(data[n])`` of one sequence.
         names: Of the K states; numbers by default.
+        x: ``(T,)`` numbers or dates, such as a column of the table; numbers of steps by default.
         axes: Where to draw; new ones by default.
 
     Raises:
@@ -314,9 +323,12 @@ def state_probs(
     labels = names_or_numbers(names, probs.size(1), "state ")
     axes = axes_or_new(axes)
     shares = probs.detach().cpu().mT.numpy()
-    axes.stackplot(range(len(probs)), shares, labels=labels, step="mid", alpha=0.85,
+    places, label = places_of(x, len(probs))
+    axes.stackplot(places, shares, labels=labels, step="mid", alpha=0.85,
                    colors=colors_of(len(labels)))  # fmt: skip
-    axes.set(xlim=(0, max(len(probs) - 1, 1)), ylim=(0, 1), xlabel="step", ylabel="probability")
+    if len(probs) > 1:
+        axes.set_xlim(places[0], places[-1])
+    axes.set(ylim=(0, 1), xlabel=label, ylabel="probability")
     legend_above(axes, labels)
     return axes
 
@@ -372,6 +384,7 @@ def series(
     values: Tensor,
     names: Sequence[str] | None = None,
     *,
+    x: Any = None,
     level: float = 0.9,
     axes: Axes | None = None,
 ) -> Axes:
@@ -385,6 +398,7 @@ def series(
         values: ``(T,)``, ``(1, T)`` or ``(1, T, 1)``, the sequence. Steps that are not
             observed are not drawn.
         names: Of the K states; numbers by default.
+        x: ``(T,)`` numbers or dates, such as a column of the table; numbers of steps by default.
         level: Probability of the band.
         axes: Where to draw; new ones by default.
 
@@ -403,17 +417,17 @@ def series(
         band = observation_marginals(hmm, values).interval(level)
     drawn, observed = hmm.exists.reshape(-1).cpu(), hmm.known.reshape(-1).cpu()
     numbers = values.detach().reshape(-1).cpu().double().masked_fill(~observed, torch.nan)
-    steps = torch.arange(len(path))
+    steps, label = places_of(x, len(path))
     axes = axes_or_new(axes)
     low, high = (end.reshape(-1).cpu()[drawn].numpy() for end in band)
     axes.fill_between(
-        steps[drawn].numpy(), low, high, step="mid", color="0.85", lw=0.0, label=f"{level:.0%}"
+        steps[drawn.numpy()], low, high, step="mid", color="0.85", lw=0.0, label=f"{level:.0%}"
     )
-    axes.plot(steps.numpy(), numbers.numpy(), color="0.6", linewidth=0.8)
+    axes.plot(steps, numbers.numpy(), color="0.6", linewidth=0.8)
     for k, style in enumerate(styles(labels)):
         chosen = (path == k) & ~numbers.isnan()
-        axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, **style)
-    axes.set(xlabel="step", ylabel="observation")
+        axes.plot(steps[chosen.numpy()], numbers[chosen].numpy(), "o", ms=4, **style)
+    axes.set(xlabel=label, ylabel="observation")
     legend_above(axes, labels)
     return axes
 

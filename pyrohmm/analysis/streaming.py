@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from .._arrays import to_tensor
 from .._checks import check_booleans, check_real, check_size, check_times
+from .._choices import CACHED
 from .._transforms import beside
 from ..chains.base import refuse_steps
 from ..chains.markov import MarkovChain
@@ -28,8 +29,9 @@ from .queries import in_blocks
 
 # To the first step no transition leads; where blocks are visited sums are over those of blocks.
 Transition = Tensor | Transitions | None
-# Of step t log p(x_t | z_t) ``(*B, K)`` and, where blocks are visited, the blocks ``(n,)``.
-Likelihood = Callable[[int], tuple[Any, Any]]
+# log p(x_t | z_t) ``(*B, L, K)``; where blocks are visited of step t, with the blocks ``(n,)``.
+Likelihood = Tensor | Callable[[int], tuple[Any, Any]]
+AT_ONCE = 16  # steps from which the chain's filter is faster than one by one
 
 
 class Message(NamedTuple):
@@ -103,7 +105,10 @@ class Filter:
 
     def __init__(self, hmm: HMM) -> None:
         if not isinstance(hmm, HMM):
-            raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}. Call a module first.")
+            is_module = isinstance(hmm, torch.nn.Module)
+            one = "module(one)" if is_module else "fit.hmm(data[:1]).with_lengths(one)"
+            cure = f"Give that of one stream: {one}, where one = torch.tensor(1)."
+            raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}. {cure}")
         if hmm.allowed is not None:
             text = "hmm must have no labels, which belong to steps that have been"
             raise ValueError(f"{text}. Give hmm.replace(allowed=None).")
@@ -113,6 +118,7 @@ class Filter:
             hmm.chain.check_rates("Filter")
         self.hmm = hmm = beside(hmm.log_initial.detach(), hmm)
         self._blocks: Transitions | None = None
+        self._is_constant = False  # one transition matrix
         self._state_of: Tensor | None = None  # the state of the HMM that each state here is
         with torch.no_grad():
             initial = hmm.log_initial.detach()
@@ -121,6 +127,8 @@ class Filter:
             else:
                 chain = hmm.chain.replace(censored_end=True) if isinstance(hmm, HSMM) else hmm.chain
                 self._chain, self._state_of, _ = chain.expanded(hmm.lengths, hmm.num_steps)
+                rated = isinstance(hmm.chain, RateChain)
+                self._is_constant = not (rated or self._chain.per_step)
                 initial = self._chain.log_initial.detach()
                 initial = initial.to(torch.promote_types(initial.dtype, self._chain.matrices.dtype))
                 even = hmm.log_initial.new_zeros(hmm.num_states, hmm.num_states).log_softmax(-1)
@@ -190,16 +198,20 @@ class Filter:
         """
         with torch.no_grad():
             values, known, several = self._read(observation, observed)
-            matrices, time = self._matrices(known.size(-1), known, times)
-            likelihood, past = self._likelihood(values, known)
-            states, scores, log_states = self._passed(matrices, likelihood)
+            count, time = known.size(-1), None
+            if count >= AT_ONCE and self._is_constant and times is None:
+                likelihood, past = self._likelihood(values, known)
+                states, scores, log_states = self._at_once(likelihood)
+            else:
+                matrices, time = self._matrices(count, known, times)
+                likelihood, past = self._likelihood(values, known)
+                states, scores, log_states = self._passed(matrices, likelihood)
             scores = scores.masked_fill(~known, 0.0)  # rounding is none
             _, evidence, num_steps, *_ = self._message
-            for score in scores.unbind(-1):
-                evidence = evidence + score
+            evidence = evidence + scores.double().sum(-1)
             if self.hmm._validate_args:
                 check_possible(evidence)
-            self._message = Message(log_states, evidence, num_steps + len(matrices), time, *past)
+            self._message = Message(log_states, evidence, num_steps + count, time, *past)
             # after what is impossible nothing follows, not even a surprise
             self._surprise = -scores if several else -scores[..., -1]
             return states if several else states[..., -1, :]
@@ -281,12 +293,26 @@ class Filter:
         """
         log_states, states, scores = self._message.log_states, [], []
         for t, matrix in enumerate(matrices):
-            here, block = likelihood(t)
+            whole = isinstance(likelihood, Tensor)
+            here, block = (likelihood[..., t, :], None) if whole else likelihood(t)
             joint = self._predicted(log_states, matrix, block) + here
             scores.append(joint.logsumexp(-1))
             log_states = normalised(joint).to(log_states.dtype)
             states.append(self._summed(log_states))
         return torch.stack(states, -2), torch.stack(scores, -1), log_states
+
+    def _at_once(self, likelihood: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`_passed`, of steps of one transition matrix, by the filter of the chain."""
+        matrix, count = self._chain.matrices, likelihood.size(-2)
+        first = self._message.log_states
+        if self.num_steps:
+            first = self._predicted(first, matrix.squeeze(-3), None)
+        lengths = torch.full(self.batch_shape, count)
+        logs = self._chain.replace(log_initial=first).filtered(likelihood, lengths)
+        rows = max(1, CACHED // (first.numel() * first.size(-1)))
+        ahead = [(part.unsqueeze(-1) + matrix).logsumexp(-2) for part in logs.split(rows, -2)]
+        before = torch.cat([first.unsqueeze(-2), *ahead], -2)[..., :-1, :]
+        return self._summed(logs), (before + likelihood).logsumexp(-1), logs[..., -1, :]
 
     def _predicted(self, log_states: Tensor, matrix: Transition, block: Tensor | None) -> Tensor:
         """Predict log-probabilities ``(*B, K)`` of the next states, in blocks ``(n,)`` if given.
@@ -369,15 +395,17 @@ class Filter:
                 )
             values = pad(values, (0, 0) * (events - 1) + (before, after))
             seen = pad(known, (before, after))
-        lengths = torch.full(self.batch_shape, before + num_steps + after)
-        reader = self._reader.with_lengths(lengths, None if bool(seen.all()) else seen)
-        found = reader.log_likelihood(values).narrow(-2, before, num_steps)
+        total, complete = before + num_steps + after, bool(seen.all())
+        if not complete or self._reader.num_steps != total or self._reader.observed is not None:
+            lengths = torch.full(self.batch_shape, total)
+            self._reader = self._reader.with_lengths(lengths, None if complete else seen)
+        found = self._reader.log_likelihood(values).narrow(-2, before, num_steps)
         assert self._state_of is not None
         found = found.index_select(-1, self._state_of)
         start = max(before + num_steps - lags, 0)
         kept = before + num_steps - start
         past = (values.narrow(at, start, kept), seen[..., start:]) if lags else ()
-        return lambda t: (found[..., t, :], None), past
+        return found, past
 
     def _read(self, observation: Any, observed: Any) -> tuple[Tensor | None, Tensor, bool]:
         """Check new observations: values ``(*B, L, *E)``, mask ``(*B, L)``, whether L was given."""

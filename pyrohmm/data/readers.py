@@ -148,6 +148,9 @@ def corpus_of(
         vocabulary = (vocabulary or Vocabulary.from_counts)(symbols)
     marks = [tag for row in rows for tag in row.tags if tag is not None]
     if tags is None and marks:
+        if vocabulary is not None:
+            text = f"{path} has tags, whose codes must be those of the file that vocabulary is of"
+            raise ValueError(f"{text}; got tags=None. Give its corpus.tags, too.")
         tags = Vocabulary.from_counts(marks)
     values, labels = [], []
     for row in rows:

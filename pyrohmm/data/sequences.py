@@ -101,6 +101,9 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         found = {"values": values} | {
             n: padded_part(n, x, values) for n, x in parts.items() if x is not None
         }
+        if observed is not None and not found["observed"].any():
+            text = "observed is False at every step; it must be True where there is a value"
+            warnings.warn(f"{text}. Give ~observed for the masks of other packages.", stacklevel=2)
         rows = {name: packed(part, lengths) for name, part in found.items()}
         for name, part in found.items():
             if (copy or name != "values") and rows[name].data_ptr() == part.data_ptr():

@@ -63,7 +63,12 @@ def read_steps(
         rows = to_tensor(name, [item for item, here in zip(values, known.tolist()) if here])
         steps = rows.new_zeros(len(known), *rows.shape[1:])
         steps[known] = rows
-    if steps.dim() == 0 or not len(steps):
+    if steps.dim() == 0:
+        raise ValueError(
+            f"{name} is a single number; it must have shape (M, *E), a row per step. For one "
+            "series call Sequences.from_concatenated(values)."
+        )
+    if not len(steps):
         raise ValueError(f"{name} has no step; it must have shape (M, *E), a row per step.")
     return steps, known.to(steps.device) & ~_is_nan(steps)
 
@@ -92,6 +97,9 @@ def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tenso
         TypeError: If they are not in one dimension.
         ValueError: If a symbol is not listed.
     """
+    if not isinstance(vocabulary, Vocabulary):
+        text = f"vocabulary must be a Vocabulary; got {type(vocabulary).__name__}"
+        raise TypeError(f"{text}. Give Vocabulary(symbols), or Vocabulary.from_counts(words).")
     array = np.asarray(symbols, object) if isinstance(symbols, list) else to_numpy(symbols)
     if isinstance(symbols, str):
         array = np.array(list(symbols), object)

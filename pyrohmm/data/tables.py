@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from datetime import date
+from datetime import date, timedelta
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -48,11 +48,16 @@ def read_table(
 def column(argument: str, frame: Any, name: str) -> np.ndarray:
     """Read a column of a table, by ``frame[name]`` and its method ``to_numpy`` if it has one.
 
+    Levels of the index of a pandas table that have a name are columns, too.
+
     Raises:
         ValueError: If there is none of that name.
     """
+    levels = getattr(getattr(frame, "index", None), "names", ())
     names: Any = frame if isinstance(frame, Mapping) else getattr(frame, "column_names", None)
     names = getattr(frame, "columns", ()) if names is None else names
+    if name in levels and name not in list(names):
+        return to_numpy(frame.index.get_level_values(name))
     if name not in list(names):
         raise ValueError(f"{argument} must name columns of frame, {list(names)}; got {name!r}.")
     return to_numpy(frame[name])
@@ -113,14 +118,16 @@ class Table(NamedTuple):
                 text = f"{'time' if name == time else 'by'} {name!r} is missing in row"
                 raise ValueError(f"{text} {missing.argmax()}. Drop these rows, or fill them.")
         whole = isinstance(frame, pandas.DataFrame)
-        keys = frame[list(columns)] if whole else pandas.DataFrame(columns, range(count))
+        own = [name for name in columns if whole and name in frame.columns]
+        keys = frame[own] if whole else pandas.DataFrame(columns, range(count))
         for name in () if whole else columns:  # an array has lost the time zone of polars
             zone = getattr(getattr(frame[name], "dtype", None), "time_zone", None)
             if zone is not None:
                 keys[name] = pandas.to_datetime(keys[name], utc=True).dt.tz_convert(zone)
         number = np.zeros(count, np.int64)
         if names:
-            number = keys.groupby(names, sort=False, observed=True).ngroup().to_numpy()
+            groups = pandas.DataFrame({name: columns[name] for name in names})
+            number = groups.groupby(names, sort=False, observed=True).ngroup().to_numpy()
         if time is None:
             order = number.argsort(kind="stable")
             lengths = torch.from_numpy(np.bincount(number))
@@ -136,7 +143,8 @@ class Table(NamedTuple):
             text = f"time must differ within a sequence; rows {order[place]} and {order[place + 1]}"
             raise ValueError(f"{text} have the same. Name the sequences of the rows with by=.")
         absent = np.zeros(max(count - 1, 0), np.int64)  # steps between two rows
-        clocks = [distance, *(np.diff(clock[order])[inside] for clock in calendars(keys[time]))]
+        dates = keys[time] if time in keys else keys.index.get_level_values(time).to_series()
+        clocks = [distance, *(np.diff(clock[order])[inside] for clock in calendars(dates))]
         absent[inside] = absent_steps(clocks, gaps)
         place = np.arange(count) + np.pad(absent.cumsum(), (1, 0))
         steps = np.arange(place[-1] + 1)
@@ -197,8 +205,12 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
     count = int((whole > 1).sum())
     if not count or (gaps is None and not (regular and np.median(whole) == 1)):
         return none
+    size = f"{step:g}"
+    if len(clocks) > 1 or each is not distance:  # of dates, of which months are the last clock
+        unit = "months" if len(clocks) > 2 and each is clocks[2] else "days"
+        size = f"{step:g} {unit}" if step >= 1 else str(timedelta(days=float(step)))
     said = (
-        f"time has gaps: {count} rows are up to {whole.max():g} steps of {step:g} after the row "
+        f"time has gaps: {count} rows are up to {whole.max():g} steps of {size} after the row "
         "before. Give gaps='missing' to fill them, or gaps='ignore' where nothing is missing."
     )
     if gaps == "error":

@@ -90,6 +90,9 @@ class Vocabulary(tuple[str, ...]):
             check_size("max_size", max_size)
         counts = Counter(symbols)
         kept = [s for s, count in counts.items() if count >= min_count and s != unknown]
+        if others := {type(s).__name__ for s in counts if not isinstance(s, str)}:
+            text = f"symbols must be texts; got {', '.join(sorted(others))} among them"
+            raise TypeError(f"{text}. Leave out what is missing, and convert numbers by str.")
         kept.sort(key=lambda symbol: (-counts[symbol], symbol))
         if callable(unknown):
             if max_size is not None:

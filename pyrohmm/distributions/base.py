@@ -336,9 +336,10 @@ class ChainDistribution(OwnChecks):
         if values.shape[len(outer) :] != event_shape and self.may_be_longer:
             values = values[(slice(None),) * len(outer) + (slice(event_shape[0]),)]
         if values.shape[len(outer) :] != event_shape:
+            others = "" if values.shape[len(outer)] == event_shape[0] else f"{OTHERS}. "
             raise ValueError(
                 f"values must end in shape (T, *E) = {tuple(event_shape)}; got shape "
-                f"{tuple(values.shape)}. {OTHERS}. Build the emission for the data, as normal(D) "
+                f"{tuple(values.shape)}. {others}Build the emission for the data, as normal(D) "
                 "for vectors of D, normal(0) for numbers."
             )
         if is_categorical(emission):
@@ -385,7 +386,8 @@ class ChainDistribution(OwnChecks):
         if not fits or (data.has_gaps and self.observed is None):
             raise ValueError(
                 f"values are Sequences whose {'gaps' if fits else 'lengths'} this HMM does not "
-                "have. Ask the one of these data: fit.hmm(data)."
+                "have. Ask the one of these data: fit.hmm(data), or hmm.with_lengths(data.lengths, "
+                "data.observed)."
             )
         return data.values
 

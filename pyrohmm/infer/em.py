@@ -34,7 +34,7 @@ from .iterations import Loop
 from .laplace import fit_smooth
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
-from .models import LogPrior, MarginalModel, exclusive, names_checked, unweighted
+from .models import LogPrior, MarginalModel, doubts, exclusive, names_checked, unweighted
 from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters, Values
 from .plates import Point
@@ -285,7 +285,8 @@ def _finish(loop: Loop) -> Fit:
     place = int(losses[loop.alive, -1].argmin())  # among the restarts that go on
     best = int(loop.alive[place])  # among all
     going = losses[loop.alive]
-    notes = uses_labels(data) + loop.maximize.remarks(place)
+    notes = uses_labels(data) + doubts(parameters.example.emission, data)
+    notes += loop.maximize.remarks(place)
     if parameters.sites:
         notes += loop.maximize.moved(loop.last, place)
     notes += _risen(loop, going) + _unsettled(loop, going, losses[:, -1])

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, ref
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Categorical
+from pyro.distributions import Categorical, VonMises
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.ops.indexing import Vindex
 from pyro.poutine import runtime
@@ -33,8 +33,10 @@ from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import CHECKED
 from ..distributions.block_hmm import FinalState
 from ..distributions.forecast import sample_emission, sample_emission_per_step
+from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
-from ..distributions.observation import log_prob_per_state
+from ..distributions.modified import WrappedCauchy
+from ..distributions.observation import is_categorical, log_prob_per_state
 from ..nn.base import PYRO, HMMModule, OwnParameters, is_placed
 from ..nn.covariances import residuals_within
 from ..nn.neural import NeuralHMM
@@ -426,6 +428,20 @@ def check_gradients() -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a fit takes gradients: call it, and make its data, "
                            "inside `with torch.inference_mode(False):`.")  # fmt: skip
+
+
+def doubts(emission: Any, data: Data) -> list[str]:
+    """Remarks on symbols that seem to be counted from one, and angles that seem to be degrees."""
+    emission = getattr(emission, "base_dist", emission)
+    values = (data if isinstance(data, Sequences) else data.first).known_values
+    if not values.numel():
+        return []
+    low, high = values.min().item(), values.nan_to_num().abs().max().item()
+    if is_categorical(emission) and low == 1 and high == log_probs(emission).size(-1) - 1:
+        return [f"symbol 0 never occurs, and {high} does: are they counted from one? Subtract it"]
+    if isinstance(emission, VonMises | WrappedCauchy) and high > 7.0:
+        return [f"angles reach {high:g}: are they degrees? Radians are wanted: torch.deg2rad"]
+    return []
 
 
 def unknown_argument(fit: Callable[..., Any], name: str, known: Iterable[str]) -> TypeError:

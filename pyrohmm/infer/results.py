@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyro
 import torch
@@ -303,16 +303,18 @@ class Fit:
         data = to_model_device(self.model, self.guide, data)
         return data.map_steps(lambda part: query(self.hmm(part), part))
 
-    def __getattr__(self, name: str) -> Any:
-        text = f"{type(self).__name__!r} object has no attribute {name!r}"
-        near = get_close_matches(name, dir(type(self)) + list(self.__dict__), 1)
-        if name in WORDS:
-            text += f". Did you mean fit.{WORDS[name]}?"
-        elif not name.startswith("_") and hasattr(HMM, name):
-            text += f". It is one of the HMM: fit.hmm(data).{name}"
-        elif near and not name.startswith("_"):
-            text += f". Did you mean {near[0]}?"
-        raise AttributeError(text)
+    if not TYPE_CHECKING:  # which knows the attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            near = get_close_matches(name, dir(type(self)) + list(self.__dict__), 1)
+            if name in WORDS:
+                text += f". Did you mean fit.{WORDS[name]}?"
+            elif not name.startswith("_") and hasattr(HMM, name):
+                text += f". It is one of the HMM: fit.hmm(data).{name}"
+            elif near and not name.startswith("_"):
+                text += f". Did you mean {near[0]}?"
+            raise AttributeError(text)
 
     def hmm_to_save(self) -> HMM:
         """The fitted HMM, of one step: what :func:`pyrohmm.save` writes of a fit.
@@ -599,8 +601,10 @@ class Restarts:
 
 
 def uses_labels(data: Sequences | Parts) -> list[str]:
-    """A remark if ``data`` have labels, so that no fit is supervised unnoticed."""
+    """Remarks if ``data`` have labels, so that no fit is supervised unnoticed, or no steps."""
     count, total = data.num_labelled, int(data.lengths.sum())
+    if not data.num_observed:
+        return ["no step is observed: the parameters are those of the priors or of the start"]
     if not count:
         return []
     return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
@@ -684,7 +688,7 @@ def lines(columns: Mapping[str, list]) -> list[str]:
 
 def described(fit: Any) -> list[str]:
     """Summary as lines of text: the model, its loss, and why the fit ended."""
-    count, tokens = min(fit.window, len(fit.losses)), fit.num_observed
+    count, tokens, unit = min(fit.window, len(fit.losses)), fit.num_observed, fit.unit.split()[-1]
     first, last = fit.losses[0].item(), fit.losses[-count:].mean().item()
     over = f", mean of the last {count} steps" if fit.window > 1 else ""
     guide = f" with {name_of(fit.guide)}" if fit.method == "SVI" else ""
@@ -693,7 +697,7 @@ def described(fit: Any) -> list[str]:
     text = [
         f"{fit.method} of {model}{guide}: {', '.join(fit.names) or 'parameters'}",
         f"loss      {first:.2f} -> {last:.2f} nats{over}",
-        f"per {fit.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; {tokens:,} {fit.unit}s",
+        f"loss per {unit} {last / max(tokens, 1):.4f} nats; {tokens:,} {fit.unit}s",
         f"ended     after {fit.num_steps} steps and {fit.seconds:.1f} s: {fit.reason}",
     ]
     if fit.validation:

@@ -7,6 +7,7 @@ fit with the same names would start, silently, where the first one ended.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,10 +30,11 @@ from ..io.files import identity_of, random_states, set_random_states
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, Settings, copy_values
 from .graphs import Replays, is_replayable
+from .layouts import SIDE_BY_SIDE, arranged
 from .loop import FitLoop
 from .models import in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
-from .plates import marks_of, pieces_of, point_of
+from .plates import marks_of, pieces_of, point_of, samples_of
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, name_of, uses_labels
 
@@ -73,13 +75,14 @@ def train(
         _scaled_priors(module, data) as units,
     ):
         training = Training(model, guide, data, settings, restarts, units)
+        doubts = [] if method == "MAP" or isinstance(module, HMMModule) else training.refusals()
         losses = training.run()
         values = training.objective.points() | training.values()
     plates, supports = training.objective.plates, training.objective.supports
     return Fit(
         model, guide, losses, training.reason is not None, training.reason or training.ended,
         training.seconds, data.num_observed, list(supports), dict(store), method=method,
-        notes=uses_labels(data) if isinstance(module, HMMModule) else [],
+        notes=uses_labels(data) if isinstance(module, HMMModule) else doubts,
         validation=training.held_out.history if training.held_out else [],
         supports=supports, parameters=values, plates=plates, history=training.history(losses),
         marks=torch.cat([*map(marks_of, parts_of(data))]) if plates else None,
@@ -172,6 +175,23 @@ class Training(FitLoop):
         self.pieces: list[tuple[Sequences, float]] = []  # of a whole set
         self.parts: list[Tensor] = []
         self.shown: dict[str, str] = {}  # beside the progress bar
+
+    def refusals(self) -> list[str]:
+        """Warn, and note, if samples of the guide will not lie side by side in the model."""
+        few = torch.arange(min(2, len(self.probe)))
+        data = self.probe if self.objective.plates else self.probe.batch(few)
+        with torch.no_grad(), poutine.block(), torch.random.fork_rng():
+            try:
+                with in_mode(False, self.model, self.guide):
+                    values, _ = samples_of(self.guide, list(self.objective.supports), 3, data)
+                arranged(self.model, values, 3, data)
+            except Exception as error:  # the steps will say what else is wrong
+                if SIDE_BY_SIDE not in str(error):
+                    return []
+                note = f"{error} The fit goes on; check_model, to_arviz and draws will refuse it"
+                warnings.warn(note, stacklevel=5)
+                return [note]
+        return []
 
     def values(self) -> dict[str, Tensor]:
         """Latent variables by name, at the medians of the guide or at a sample of it."""

@@ -9,6 +9,7 @@ are made of V words in C clusters; there are K states.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,7 @@ from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
 from . import clusters, text
 from .steering import Steering
-from .text import END, as_text, check_ends, next_states, sample_sentences, split_words
+from .text import END, UNKNOWN, as_text, check_ends, next_states, sample_sentences, split_words
 from .training import DefaultDropout, fit_sentences, in_words
 
 PADDED = 64  # largest number of states, those of all blocks padded, for each number in a file
@@ -300,6 +301,9 @@ class LanguageModel:
         """
         check_size("count", count)
         check_size("max_words", max_words)
+        if unknown := [word for word in prompt.split() if word not in self.vocabulary]:
+            text = f"the model does not know {', '.join(map(repr, unknown))} of the prompt"
+            warnings.warn(f"{text}, and takes it for {UNKNOWN}.", stacklevel=2)
         if constraint is not None:
             if self.contiguous:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from pyro import distributions as dist
@@ -17,6 +18,7 @@ from pyrohmm.distributions import (
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+from matplotlib.dates import date2num
 
 NEVER = -torch.inf
 
@@ -277,3 +279,26 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
         assert dots[: len(wanted)].tolist() == wanted
         assert dots[len(wanted) :].isnan().all()
     assert texts(axes.get_legend().get_texts()) == ["a", "b"]
+
+
+def test_steps_lie_at_their_times_in_local_hours(axes):
+    """Of the column of a table, whose name the axis has; numbers of steps without one."""
+    when = pd.Series(pd.date_range("2026-03-29", periods=4, freq="h", tz="Europe/Berlin"))
+    local = date2num(when.dt.tz_localize(None))
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(even[0], even, dist.Normal(torch.tensor([0.0, 9.0]), 1.0), torch.tensor([4]))
+    values = torch.tensor([[0.0, 9.0, torch.nan, 9.0]])
+    hmm = hmm.with_lengths(hmm.lengths, ~values.isnan())
+    plots.series(hmm, values, x=when.rename("hour"), axes=axes)
+    assert axes.get_xlabel() == "hour"
+    assert [line.get_xdata(orig=False).tolist() for line in axes.lines[1:]] == [
+        [local[0]], [local[1], local[3]],
+    ]  # fmt: skip
+    axes.clear()
+    plots.state_probs(torch.full((4, 2), 0.5), x=when, axes=axes)
+    assert axes.get_xlim() == (local[0], local[-1])
+    axes.clear()
+    plots.forecast(hmm.forecast(values, 2), values, x=np.arange(6) + 10.0, axes=axes)
+    assert axes.lines[-1].get_xdata().tolist() == [14.0, 15.0]
+    with pytest.raises(ValueError, match="x must have a time for each of the 4 steps"):
+        plots.state_probs(torch.full((4, 2), 0.5), x=when[1:], axes=axes)

@@ -1,6 +1,7 @@
 """``Filter``: it computes what the HMM computes of whole sequences, and can be resumed."""
 
 import io
+from functools import partial
 
 import numpy as np
 import pyro.distributions as dist
@@ -8,7 +9,7 @@ import pytest
 import torch
 from oracle import assert_close
 
-from pyrohmm import HMM, Filter
+from pyrohmm import HMM, HSMM, Filter
 
 NEVER = -np.inf
 
@@ -140,3 +141,35 @@ def test_a_wrong_observation_changes_nothing(wrong):
         stream.update(torch.tensor(wrong))
     for name, value in stream.state_dict().items():
         assert value is before[name] or bool(torch.as_tensor(value == before[name]).all()), name
+
+
+@pytest.mark.parametrize("kind", ["markov", "segments", "left to right", "vectors in single"])
+def test_a_long_chunk_is_its_steps_one_by_one(kind):
+    """Of several streams, with missing steps, from the middle, and after what is impossible."""
+    states = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.5, 0.5], [0.3, 0.0, 0.7]]).double()
+    if kind == "left to right":
+        states = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]]).double()
+    first = torch.tensor([1.0, 0.0, 0.0]).double()
+    die = torch.tensor([[1.0, 0.0, 0.0], [0.4, 0.6, 0.0], [0.1, 0.1, 0.8]]).double()
+    seed = torch.Generator().manual_seed(0)
+    emission, values = dist.Categorical(die), torch.randint(3, (2, 70), generator=seed)
+    if kind == "vectors in single":
+        states, first = states.float(), first.float()
+        emission = dist.Normal(torch.eye(3), 0.3).to_event(1)
+        values = torch.randn(2, 70, 3, generator=seed)
+    hmm = HMM(first.log(), states.log(), emission, torch.ones(2).long(), validate_args=False)
+    if kind == "segments":
+        away = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]]).double().log()
+        durations = torch.tensor([[0.2, 0.8], [0.5, 0.5], [1.0, 0.0]]).double().log()
+        hmm = HSMM(first.log(), away, durations, emission, hmm.lengths, validate_args=False)
+    known = torch.rand(2, 70, generator=seed) > 0.3
+    known[0] |= torch.arange(70) < 20  # where a stream becomes impossible
+    chunks, steps = Filter(hmm), Filter(hmm)
+    close = partial(assert_close, **({"rtol": 1e-5, "atol": 1e-5} if "single" in kind else {}))
+    for begin, end in ((0, 3), (3, 40), (40, 41), (41, 70)):
+        rows = [steps.update(values[:, t], known[:, t]) for t in range(begin, end)]
+        probs = chunks.update(values[:, begin:end], known[:, begin:end])
+        close(probs, torch.stack(rows, 1))
+        close(chunks.log_evidence, steps.log_evidence)
+        close(chunks.surprise[:, -1], steps.surprise)
+        close(chunks.predict(2).state_probs, steps.predict(2).state_probs)

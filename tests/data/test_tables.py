@@ -13,6 +13,28 @@ def read(frame=SKIPS, **options):
     return Sequences.from_dataframe(frame, **{"by": "who", "time": "day", "columns": "x"} | options)
 
 
+def test_levels_of_the_index_are_columns():
+    """Of dates in a time zone, over a change of the clock; they come back with the rows."""
+    when = pandas.date_range("2026-03-28", periods=3, freq="D", tz="Europe/Berlin", name="when")
+    index = pandas.MultiIndex.from_product([["b", "a"], when], names=["who", "when"])
+    frame = pandas.DataFrame({"x": torch.arange(6.0).numpy()}, index)[::-1]
+    data = Sequences.from_dataframe(frame, columns="x", by="who", time="when", gaps="error")
+    assert data.values.tolist() == [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0]]
+    rows = data.to_dataframe(states=torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    assert rows.index.equals(frame.index)
+    assert rows["state"].tolist() == [2, 1, 0, 5, 4, 3]
+    named = frame.loc["a"]
+    assert Sequences.from_dataframe(named, columns="x", time="when").values.tolist() == [[3, 4, 5]]
+
+
+def test_gaps_of_dates_are_told_with_their_unit():
+    for step, size in (("10min", "0:10:00"), ("2D", "2 days"), ("MS", "1 months")):
+        when = pandas.date_range("2026-01-01", periods=9, freq=step).delete(5)
+        frame = {"x": list(range(8)), "when": when}
+        with pytest.warns(UserWarning, match=f"up to 2 steps of {size} after"):
+            Sequences.from_dataframe(frame, columns="x", time="when")
+
+
 def test_gaps_in_time_become_missing_steps():
     data = read(gaps="missing")
     assert data.lengths.tolist() == [6, 2]

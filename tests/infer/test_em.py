@@ -36,6 +36,7 @@ from pyrohmm import (
     save,
     starts,
     to_hmmlearn,
+    von_mises,
 )
 from pyrohmm.data import packed
 
@@ -763,3 +764,20 @@ def test_sites_that_are_no_latent_variables_are_no_part_of_the_loss():
         pyro.set_rng_seed(0)
         losses.append(fit_em(module, data, num_iterations=5, restarts=3).losses)
     torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "words"),
+    [
+        (categorical(6), torch.tensor([1, 2, 5, 3]), "symbol 0 never occurs, and 5 does"),
+        (categorical(6), torch.tensor([1, 2, 4, 3]), None),
+        (von_mises(0), torch.tensor([1.0, 359.0, 90.0]), "angles reach 359: are they degrees"),
+        (von_mises(0), torch.tensor([-3.0, 6.2]), None),
+        (normal(0), torch.tensor([torch.nan, torch.nan]), "no step is observed"),
+    ],
+)
+def test_what_the_data_hardly_mean_is_noted(family, values, words):
+    notes = fit_em(TabularHMM(1, family), Sequences.from_list([values]), num_iterations=1).notes
+    doubts = [n for n in notes if "never occurs" in n or "degrees" in n or "no step" in n]
+    assert len(doubts) == (words is not None)
+    assert words is None or words in doubts[0]

@@ -1,6 +1,7 @@
 """The training loop: what it finds, when it ends, what it refuses, what it leaves alone."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -665,3 +666,24 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
     model = tabular(log_prior=lambda hmm: hmm.log_initial.sum() * float("nan"))
     with pyro.validation_enabled(False), pytest.raises(FloatingPointError, match="loss is nan"):
         fit_map(model, symbols(), num_iterations=10)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_svi_tells_before_its_first_step_that_samples_will_not_lie_side_by_side(apart):
+    """A variable beside what has steps needs a dimension of them, and fits without it."""
+
+    def model(data):
+        level = pyro.sample("level", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        level = level.unsqueeze(-2) if apart else level
+        loc, even = level + data.covariates, torch.full((2, 2), 0.5).log()
+        hmm = HMM(even[0], even, dist.Normal(loc, 1.0), data.lengths, emission_per_step=True)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    data = Sequences(torch.randn(3, 4), covariates=torch.randn(3, 4, 1))
+    guide = AutoNormal(model)
+    told = pytest.warns(UserWarning, match=r"'level', \(2,\), as \(S")
+    with nullcontext() if apart else told:
+        fit = fit_svi(model, guide, data, num_iterations=1)
+    assert len(fit.notes) == (not apart)
