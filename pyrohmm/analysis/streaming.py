@@ -197,7 +197,7 @@ class Filter:
                 ``validate_args``) an observation is impossible. The filter is then unchanged.
         """
         with torch.no_grad():
-            values, known, several = self._read(observation, observed)
+            values, known, several = _read(self, observation, observed)
             count, time = known.size(-1), None
             if count >= AT_ONCE and self._is_constant and times is None:
                 likelihood, past = self._likelihood(values, known)
@@ -293,8 +293,10 @@ class Filter:
         """
         log_states, states, scores = self._message.log_states, [], []
         for t, matrix in enumerate(matrices):
-            whole = isinstance(likelihood, Tensor)
-            here, block = (likelihood[..., t, :], None) if whole else likelihood(t)
+            if isinstance(likelihood, Tensor):
+                here, block = likelihood[..., t, :], None
+            else:
+                here, block = likelihood(t)
             joint = self._predicted(log_states, matrix, block) + here
             scores.append(joint.logsumexp(-1))
             log_states = normalised(joint).to(log_states.dtype)
@@ -407,29 +409,30 @@ class Filter:
         past = (values.narrow(at, start, kept), seen[..., start:]) if lags else ()
         return found, past
 
-    def _read(self, observation: Any, observed: Any) -> tuple[Tensor | None, Tensor, bool]:
-        """Check new observations: values ``(*B, L, *E)``, mask ``(*B, L)``, whether L was given."""
-        batch, event, like = self.batch_shape, tuple(self.hmm.event_shape[1:]), self._surprise
-        if observation is None:
-            return None, torch.zeros(*batch, 1, dtype=torch.bool, device=like.device), False
-        values = observation
-        if not isinstance(values, Tensor):
-            values = to_tensor("observation", observation).to(like.device)
-            if values.dtype.is_floating_point and values.dim() == 0:
-                values = values.to(like.dtype)
-        several = values.dim() > len(batch) + len(event)
-        values = values if several else values.unsqueeze(-1 - len(event))
-        num_steps = values.size(-1 - len(event))
-        values = _of_streams("observation", values, batch, num_steps, *event)
-        known = torch.ones(*batch, num_steps, dtype=torch.bool, device=like.device)
-        if observed is not None:
-            check_booleans("observed", observed)
-            marks = observed if several else observed.unsqueeze(-1)
-            known = _of_streams("observed", marks, batch, num_steps)
-        if values.dtype.is_floating_point:
-            numbers = ~values.isnan()
-            known = known & (numbers.flatten(-len(event)).any(-1) if event else numbers)
-        return values, known, several
+
+def _read(stream: Filter, observation: Any, observed: Any) -> tuple[Tensor | None, Tensor, bool]:
+    """Check new observations: values ``(*B, L, *E)``, mask ``(*B, L)``, whether L was given."""
+    batch, event, like = stream.batch_shape, tuple(stream.hmm.event_shape[1:]), stream._surprise
+    if observation is None:
+        return None, torch.zeros(*batch, 1, dtype=torch.bool, device=like.device), False
+    values = observation
+    if not isinstance(values, Tensor):
+        values = to_tensor("observation", observation).to(like.device)
+        if values.dtype.is_floating_point and values.dim() == 0:
+            values = values.to(like.dtype)
+    several = values.dim() > len(batch) + len(event)
+    values = values if several else values.unsqueeze(-1 - len(event))
+    num_steps = values.size(-1 - len(event))
+    values = _of_streams("observation", values, batch, num_steps, *event)
+    known = torch.ones(*batch, num_steps, dtype=torch.bool, device=like.device)
+    if observed is not None:
+        check_booleans("observed", observed)
+        marks = observed if several else observed.unsqueeze(-1)
+        known = _of_streams("observed", marks, batch, num_steps)
+    if values.dtype.is_floating_point:
+        numbers = ~values.isnan()
+        known = known & (numbers.flatten(-len(event)).any(-1) if event else numbers)
+    return values, known, several
 
 
 def _nothing(_: int) -> tuple[float, None]:

@@ -38,6 +38,7 @@ from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_de
 
 MOST_SEQUENCES = 1 << 28
 OTHERS = "An HMM is of the lengths of its data: for others fit.hmm(data), or hmm.with_lengths(...)"
+DIMENSION = "Build the emission for the data: normal(D) for vectors of D, normal(0) for numbers"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
 
@@ -336,12 +337,10 @@ class ChainDistribution(OwnChecks):
         if values.shape[len(outer) :] != event_shape and self.may_be_longer:
             values = values[(slice(None),) * len(outer) + (slice(event_shape[0]),)]
         if values.shape[len(outer) :] != event_shape:
-            others = "" if values.shape[len(outer)] == event_shape[0] else f"{OTHERS}. "
-            raise ValueError(
-                f"values must end in shape (T, *E) = {tuple(event_shape)}; got shape "
-                f"{tuple(values.shape)}. {others}Build the emission for the data, as normal(D) "
-                "for vectors of D, normal(0) for numbers."
-            )
+            same = values.shape[len(outer) :][:1] == event_shape[:1]
+            cure = DIMENSION if same else f"{OTHERS}. {DIMENSION}"
+            text = f"values must end in shape (T, *E) = {tuple(event_shape)}; got shape"
+            raise ValueError(f"{text} {tuple(values.shape)}. {cure}.")
         if is_categorical(emission):
             check_integers("values", values, SYMBOLS)
         elif not values.dtype.is_floating_point:
@@ -384,10 +383,10 @@ class ChainDistribution(OwnChecks):
             (self.lengths == data.lengths).all()
         )
         if not fits or (data.has_gaps and self.observed is None):
+            lacking = "gaps" if fits else "lengths"
+            cure = "Ask fit.hmm(data), or hmm.with_lengths(data.lengths, data.observed)"
             raise ValueError(
-                f"values are Sequences whose {'gaps' if fits else 'lengths'} this HMM does not "
-                "have. Ask the one of these data: fit.hmm(data), or hmm.with_lengths(data.lengths, "
-                "data.observed)."
+                f"values are Sequences whose {lacking} this HMM does not have. {cure}."
             )
         return data.values
 
