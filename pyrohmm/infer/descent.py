@@ -63,6 +63,9 @@ class RunOptions(TypedDict, total=False):
         precision: ``torch.bfloat16`` computes networks, and inner products of large models, in
             that at every step, as ``torch.autocast`` does; parameters and probabilities keep
             theirs, and held-out data are evaluated in full precision.
+        group: The ranks that fit this model: a ``ProcessGroup`` of torch or a dimension of a
+            ``DeviceMesh``; all of ``torch.distributed`` by default. One rank alone fits with
+            ``torch.distributed.new_group([rank], use_local_synchronization=True)``.
     """
 
     patience: int | None
@@ -75,6 +78,7 @@ class RunOptions(TypedDict, total=False):
     report: Report | None
     generator: torch.Generator | None
     precision: torch.dtype | None
+    group: Any
 
 
 class FitOptions(RunOptions, total=False):
@@ -164,17 +168,13 @@ class Descent:
         decay = settings.get("average")
         self.average = None if decay is None else Average(parameters, decay)
 
-    def step(self, mean: Tensor, group: ProcessGroup, number: int) -> None:
+    def step(self, mean: Tensor, number: int) -> None:
         """Take step ``number``, counted from one, along the gradient that was computed.
 
         Args:
             mean: Of the losses of all ranks, ``()``, or ``(R,)`` of batched restarts.
-            group: The ranks, whose gradients are averaged.
             number: Of the step.
         """
-        for parameter in self.parameters:  # a model without labels, say, may leave some out
-            if parameter.grad is not None:
-                group.mean(parameter.grad)
         if mean.dim():
             self._stop(~mean.isfinite())
         if self.limit is not None:
@@ -292,7 +292,7 @@ class HeldOut:
 
     def validate(self, step: int, tensors: list[Tensor]) -> float:
         """Minus the log evidence per observed step; a copy of the best ``tensors`` is kept."""
-        total = self.group.mean(self._log_evidence(self.parts))
+        total = self.group.mean_of(lambda: self._log_evidence(self.parts), 1)
         nats = -self.group.size * total.item() / self.num_observed
         nats = math.inf if math.isnan(nats) else nats
         if nats < min((past.nats for past in self.history), default=math.inf):

@@ -64,6 +64,7 @@ def fit_em(
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
     name: str | None = None,
+    group: Any = None,
 ) -> Fit:
     r"""Find the most probable parameters, :math:`\max_\theta \log p(x, \theta)`, by EM.
 
@@ -94,7 +95,7 @@ def fit_em(
             some of these go on, unless there is a ``start``, a parameter without a prior, an
             optimizer, ``tolerance=None``, a single iteration without a ``checkpoint``, one state,
             or a label at every step, or if one of several starts fails: then there is one restart.
-            One goes on, too, with minibatches or several processes, and of a very large model.
+            One goes on, too, with minibatches, and of a very large model.
         log_prior: A further log-density of the HMM built. A :class:`DiversityPrior`, or another
             :class:`msteps.TransitionPrior`, leaves the closed forms of all but the transitions;
             with any other function, which may depend on anything, all follow gradient steps.
@@ -122,9 +123,10 @@ def fit_em(
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
         name: Of the fit, which its checkpoint must have.
+        group: The ranks that fit this model: see :class:`pyrohmm.infer.descent.RunOptions`.
 
-    Under ``torchrun``, with ``torch.distributed`` initialised, each rank computes the E-step of a
-    shard of the data, which all of them are given whole; all ranks return the same fit.
+    Where ``torch.distributed`` has been initialised, each rank computes the E-step of a shard of
+    the data, which all of them are given whole; all ranks return the fit of one process.
 
     Returns:
         The fit. ``losses`` are minus log joint densities, one before each iteration and one at the
@@ -151,17 +153,18 @@ def fit_em(
     if unweighted(module):
         return fit_smooth(fit_em, **arguments)
     _check(**arguments | {"module": module})
+    ranks = ProcessGroup.of(group)
+    ranks.check_alike(arguments, data)
     # what is fitted, and how
-    module, group = with_priors(copy.deepcopy(module), priors), ProcessGroup.all()
+    module = with_priors(copy.deepcopy(module), priors)
     longer = num_iterations > 1 or checkpoint is not None  # a checkpoint may be resumed for more
     several_tried = start is None and tolerance is not None and longer
-    several_kept = batch_size is None and group.size == 1
     for tried in (several_tried, False):  # if several fail, one start names what is wrong
         parameters = Parameters(module, data, restarts or 1, log_prior)
         maximize = Maximization(parameters, transition_step, gradient_step)
-        plan = StartSearch(parameters, maximize, start, restarts, tried, several_kept)
+        plan = StartSearch(parameters, maximize, start, restarts, tried, batch_size is None)
         loop = Loop(
-            parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
+            parameters, maximize, ranks, num_iterations=num_iterations, tolerance=tolerance,
             batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
             progress=progress, large=plan.large,
         )  # fmt: skip

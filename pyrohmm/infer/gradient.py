@@ -64,9 +64,9 @@ def fit_svi(
     :class:`HMM` run in parallel. A fit inside another, such as in its ``log_prior``, is one by
     itself.
 
-    Where ``torch.distributed`` has been initialised, as ``torchrun`` does, all processes make the
-    same call, with the same seed and the whole data, and each takes its shard of every batch. The
-    result is that of one process, to rounding.
+    Where ``torch.distributed`` has been initialised, all ranks of ``group`` make the same call,
+    with the same seed and the whole data, and each takes its shard of every batch. The result is
+    that of one process, to rounding, and the same bits in all ranks.
 
     Args:
         model: A Pyro model that takes :class:`Sequences`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from ..chains.base import ExpectedCounts
 from ..data.batches import Batches, Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from .descent import copy_values
 from .loop import FitLoop
 from .maximization import Maximization, Sums, combined, joined
 from .parameters import Extrapolation, Parameters, Values
@@ -84,7 +86,7 @@ class Loop(FitLoop):
         data = parameters.data
         stored = "an iterable of Sequences" if isinstance(data, Parts) else None
         parts = "batch_size" if batch_size is not None else stored
-        parts = "several processes" if group.size > 1 else parts
+        parts = "a fit in several ranks" if group.size > 1 else parts
         if parts is not None and not maximize.summed:
             raise ValueError(
                 f"{parts} needs a module whose M-step needs nothing but sums over observations; "
@@ -92,11 +94,11 @@ class Loop(FitLoop):
             )
         if batch_size is not None and batch_size >= len(data):
             batch_size = None
-        falls = batch_size is None and group.size == 1
+        falls = batch_size is None
         if acceleration and not falls:
             raise ValueError(
-                "acceleration needs EM of all data in one process, whose loss never rises: leave "
-                "out batch_size, or acceleration."
+                "acceleration needs EM of all data, whose loss never rises: leave out batch_size, "
+                "or acceleration."
             )
         batches = Batches(data, batch_size, generator, shard=group.share, agree=group.from_first)
         super().__init__(batches, group, num_iterations, [tolerance], progress)
@@ -119,18 +121,26 @@ class Loop(FitLoop):
 
     def run(self) -> None:
         """Iterate until the fit has converged or has taken all steps."""
-        data, parameters = self.batches.data, self.parameters
+        parameters = self.parameters
         threads = threads_for(parameters.cost * self.batches.steps_at_once)
         with threads, self.batches.explained():
+            if self.group.size > 1:  # processors may differ in rounding
+                self._start_as_first()
             if self.decay is not None and not self.average:
                 _, self.average = self._whole_set()
-            values = [*parameters.values.values(), *parameters.points]
-            self.group.check_alike(data, self.batches.generator, values, len(self.losses))
             self.take_steps()
             if self.decay is not None:  # the loss of one batch is too noisy to judge restarts by
                 self.losses[-1], self.last = self._whole_set()
             elif not self.last:  # the checkpoint is that of a fit which has ended
                 _, self.last = self.expect(self.batches.take())
+
+    def _start_as_first(self) -> None:
+        """Set all parameters to those of rank 0."""
+        parameters, from_first = self.parameters, self.group.from_first
+        shapes = {n: list(value.shape) for n, value in parameters.values.items()}
+        self.group.check_alike({"parameters": [shapes, [list(p.shape) for p in parameters.points]]})
+        parameters.values = {n: from_first(value) for n, value in parameters.values.items()}
+        copy_values(map(from_first, parameters.points), parameters.points)
 
     def expect(self, batch: Sequences | Parts, counted: bool = True) -> tuple[Tensor, Sums]:
         """E-step: loss ``(R,)`` at the current parameters, and the statistics for the M-step.
@@ -140,6 +150,8 @@ class Loop(FitLoop):
         """
         last, times = self._seen
         self._seen = batch, times + 1 if batch is last else 1
+        statistics: Sums = {}
+        evidences: list[tuple[Tensor, Tensor]] = []
         if self.group.size == 1:  # ranks stay in step
             # by then data, start and what an M-step returns have been checked
             validate = is_validation_enabled() and self._seen[1] <= 2
@@ -149,15 +161,24 @@ class Loop(FitLoop):
             if right and -math.inf < read.amin().item() < math.inf:  # NaN wins a minimum
                 self.log_prior = log_prior
                 return read, statistics
-        loss, statistics, evidences = self._compute(batch, counted)
+
+        def compute() -> Tensor:
+            nonlocal statistics, evidences
+            loss, statistics, evidences = self._compute(batch, counted)
+            return loss
+
+        loss = self.group.mean_of(compute, len(self.alive))
         if not bool(loss.isfinite().any()):
             self._refuse(loss, evidences)
+        if self.group.size > 1:
+            statistics = combined(torch.Tensor.contiguous, statistics)
+            self.group.mean_all(value for kind in statistics.values() for value in kind.values())
         return loss.cpu(), statistics
 
     def _compute(
         self, batch: Sequences | Parts, counted: bool
     ) -> tuple[Tensor, Sums, list[tuple[Tensor, Tensor]]]:
-        """Loss ``(R,)``, statistics, and log evidences ``(R, N)`` with indices of sequences."""
+        """Loss ``(R,)``, statistics, and log evidences ``(R, N)`` with numbers of sequences."""
         total: Any = 0.0
         sums: Sums = {}
         evidences = []
@@ -173,31 +194,28 @@ class Loop(FitLoop):
                 evidence = expected.log_evidence if counted else hmm.log_prob(part.values)
             evidences.append((chosen, evidence.double().reshape(-1, len(part))))
             total = total + scale * evidences[-1][1].sum(-1)
-        if self.group.size > 1:
-            total = self.group.mean(total)
-            sums = combined(lambda value: self.group.mean(value.contiguous()), sums)
         return -(total + self.log_prior.double()), sums, evidences
 
     def _refuse(self, loss: Tensor, evidences: list[tuple[Tensor, Tensor]]) -> NoReturn:
         """Raise if the loss is infinite in all restarts, with the cause."""
+        error = None
         for chosen, evidence in evidences:
-            if bool((impossible := evidence.isneginf().all(0)).any()):
+            if error is None and bool((impossible := evidence.isneginf().all(0)).any()):
                 where = int(chosen[impossible.byte().argmax()])
-                raise ValueError(
-                    f"data: sequence {where} of this batch has probability zero; check for symbols "
-                    "or transitions that no path allows, or give priors that rule none out."
+                error = ValueError(
+                    f"data: sequence {where} has probability zero; check for symbols or "
+                    "transitions that no path allows, or give priors that rule none out."
                 )
+        self.group.together(error)
         text = f"the loss is {loss[0].item()}; the prior has density zero at the parameters"
         raise FloatingPointError(f"{text}. Give a start inside its support, or a wider prior.")
 
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
-        for part in parts_of(batch):
-            members, pieces = part.bucket_members, part.buckets
-            if self.maximize.whole:
-                members, pieces = [torch.arange(len(part))], [part]
-            for chosen, piece in zip(members, pieces):
-                yield chosen, piece, part.total / len(part)
+        sizes = batch.sizes if isinstance(batch, Parts) else []
+        for before, part in zip(accumulate([0, *sizes]), parts_of(batch)):
+            for piece in [part] if self.maximize.whole else part.buckets:
+                yield before + piece.indices, piece, part.total / len(part)
 
     def step(self) -> None:
         """One EM iteration: E-step, convergence check, M-step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tqdm import tqdm
 from ..data.batches import Batches
 from ..io.files import Checkpoint
 from .process_group import ProcessGroup
+
+UNSAVED = "the checkpoint could not be saved, and the fit goes on: {}. Make room on the disk."
 
 
 class FitLoop:
@@ -73,17 +76,18 @@ class FitLoop:
 
     def take_steps(self) -> None:
         """Take steps until one ends the fit, or all are taken."""
-        count = len(self.losses)
+        count, failed = len(self.losses), None
         with tqdm(total=self.num_iterations, initial=count, disable=self.hidden) as self.bar:
             while self.reason is None and len(self.losses) < self.num_iterations + self.further:
                 self.step()
                 self.bar.update(len(self.losses) <= self.num_iterations)
                 left = self.num_iterations - len(self.losses)
-                if self.checkpoint is not None and (
-                    self.reason is not None or left == 0 or (left > 0 and self.checkpoint.is_due())
-                ):
-                    self._save(self.checkpoint)
-        self.group.wait()  # for the file, which another fit may ask for
+                last = self.reason is not None or left == 0
+                due = self.checkpoint is not None and left > 0 and self.checkpoint.is_due()
+                failed = self._save() if last or due else failed
+                if failed is not None and due and not last:
+                    warnings.warn(UNSAVED.format(failed), RuntimeWarning, stacklevel=2)
+        self.group.together(failed)  # after the file is there, which another fit may ask for
 
     def resume(
         self,
@@ -102,10 +106,14 @@ class FitLoop:
         """
         if path is None:
             return False
-        self.checkpoint = Checkpoint(path, identity(), (generator,), self.group.is_first)
+        is_first, of_first = self.group.is_first, self.group.of_first
+        self.checkpoint = Checkpoint(path, identity(), (generator,), is_first, of_first)
         return self.checkpoint.resume(self._restore, tensors)
 
-    def _save(self, checkpoint: Checkpoint) -> None:
+    def _save(self) -> OSError | None:
+        """Save to the checkpoint, if there is one; returns why that was impossible, if it was."""
+        if self.checkpoint is None or not self.checkpoint.writes:
+            return None
         own = {
             "losses": torch.stack(self.losses),
             "reason": self.reason,
@@ -113,7 +121,11 @@ class FitLoop:
             "seconds": self.seconds,
             "batches": self.batches.state(),
         }
-        checkpoint.save(own | self.state())
+        try:
+            self.checkpoint.save(own | self.state())
+        except OSError as error:  # such as of a full disk
+            return error
+        return None
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.batches.restore(saved["batches"])

@@ -2,21 +2,37 @@
 
 The loss of a batch is the mean of the losses of the ranks, and so is its gradient. Each rank scales
 the likelihood of its shard such that this mean is what a single process computes: the likelihood
-of the whole batch, and the priors once. Without ``torch.distributed`` initialised (``torchrun`` and
-``torch.distributed.init_process_group`` do so) there is one rank, and nothing is communicated.
+of the whole batch, and the priors once. Without ``torch.distributed`` initialised (by
+``torch.distributed.init_process_group``, which ``torchrun`` does not call) there is one rank, and
+nothing is communicated. Gradients are averaged in one message, where ``DistributedDataParallel``
+would need a module of one forward and one backward pass: a step here has one of each bucket.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from ..data.batches import Parts
 from ..data.sequences import Sequences
-from ..io.files import digits, fingerprint
+from ..io.files import comparable, difference, digits, fingerprint
+
+Result = TypeVar("Result")
+ALONE = (
+    "WORLD_SIZE is {}, and torch.distributed has not been initialised: each process fits alone. "
+    "Call torch.distributed.init_process_group() before the fit, or unset WORLD_SIZE."
+)
+ALIKE = (
+    "all ranks must start alike, and {} differ: {} in rank 0, {} in rank {}. Give all of them one "
+    "seed, before the model is built, the same arguments, and the whole data."
+)
+OWN = ("start", "generator", "group", "guide", "progress", "report", "checkpoint", "data")
+KINDS = (FloatingPointError, ValueError, OSError, TypeError)  # of errors that are raised in all
 
 
 class ProcessGroup:
@@ -25,6 +41,7 @@ class ProcessGroup:
     Args:
         size: Number of ranks.
         rank: Of this process, from 0.
+        group: Of torch, with these ranks; None for all.
 
     Example:
         >>> data = Sequences.from_list([[0], [1], [2]])
@@ -32,20 +49,46 @@ class ProcessGroup:
         [4, 2]
     """
 
-    def __init__(self, size: int = 1, rank: int = 0) -> None:
-        self.size, self.rank = size, rank
+    def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
+        self.size, self.rank, self.group = size, rank, group
 
     @classmethod
-    def all(cls) -> ProcessGroup:
-        """The ranks of ``torch.distributed``, if it has been initialised."""
-        if distributed.is_available() and distributed.is_initialized():
-            return cls(distributed.get_world_size(), distributed.get_rank())
-        return cls()
+    def of(cls, group: Any = None) -> ProcessGroup:
+        """The ranks of a group.
+
+        Args:
+            group: Of torch, or a dimension of a ``DeviceMesh``; by default all ranks of
+                ``torch.distributed``, if it has been initialised.
+
+        Raises:
+            ValueError: If this process is not in the group.
+        """
+        if not (distributed.is_available() and distributed.is_initialized()):
+            if group is not None:
+                text = "group must be None before torch.distributed has been initialised"
+                raise ValueError(f"{text}. Call torch.distributed.init_process_group().")
+            if (size := os.environ.get("WORLD_SIZE", "")) not in ("", "0", "1"):
+                warnings.warn(ALONE.format(size), RuntimeWarning, stacklevel=2)
+            return cls()
+        group = group.get_group() if hasattr(group, "get_group") else group
+        if (rank := distributed.get_rank(group)) < 0:
+            raise ValueError(
+                f"group must hold this process, rank {distributed.get_rank()} of all, and does "
+                "not. Call the fit in the ranks of its group alone."
+            )
+        return cls(distributed.get_world_size(group), rank, group)
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes files and shows progress."""
         return self.rank == 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the backend communicates."""
+        if distributed.get_backend(self.group) != "nccl":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
     def shard(self, data: Sequences) -> Sequences:
         """Shard of a minibatch for this rank; with fewer sequences than ranks, some share one."""
@@ -65,52 +108,118 @@ class ProcessGroup:
     def mean(self, tensor: Tensor) -> Tensor:
         """Average ``tensor`` over the ranks, in place."""
         if self.size > 1:
-            distributed.all_reduce(tensor)
+            distributed.all_reduce(tensor, group=self.group)
             tensor /= self.size
         return tensor
 
-    def from_first(self, numbers: Tensor) -> Tensor:
-        """Broadcast ``numbers`` of rank 0, on the CPU; other ranks have tensors of that shape."""
-        if self.size == 1:
-            return numbers
-        numbers = numbers.to(_device())
-        distributed.broadcast(numbers, 0)
-        return numbers.cpu()
+    def mean_all(self, tensors: Iterable[Tensor]) -> None:
+        """Average tensors over the ranks, in place, those of one dtype in one message."""
+        tensors = list(tensors)
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            some = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = self.mean(torch.cat([tensor.reshape(-1) for tensor in some]))
+            for tensor, part in zip(some, flat.split([tensor.numel() for tensor in some])):
+                tensor.copy_(part.view_as(tensor))
 
-    def check_alike(
-        self,
-        data: Sequences | Parts,
-        generator: torch.Generator | None,
-        parameters: Iterable[Tensor],
-        num_iterations: int,
-    ) -> None:
-        """Raise ValueError in all ranks unless a fit starts alike in all of them."""
+    def mean_gradients(self, parameters: list[nn.Parameter], numbers: Tensor) -> Tensor:
+        """Average the gradients of ``parameters`` over the ranks; returns the mean of ``numbers``.
+
+        A parameter that other ranks alone have used has gradient zero here; one that none has used
+        keeps none.
+        """
+        absent = [parameter for parameter in parameters if parameter.grad is None]
+        used = torch.tensor([parameter.grad is not None for parameter in parameters])
+        message = torch.cat([numbers.flatten(), used.to(numbers)])
+        self.mean(message)
+        for parameter in absent:
+            parameter.grad = torch.zeros_like(parameter)
+        self.mean_all(cast(Tensor, parameter.grad) for parameter in parameters)
+        if absent:  # else nobody waits for the device
+            for parameter, share in zip(parameters, message[numbers.numel() :].tolist()):
+                parameter.grad = parameter.grad if share else None
+        return message[: numbers.numel()].view_as(numbers)
+
+    def mean_of(self, compute: Callable[[], Tensor], size: int) -> Tensor:
+        """Mean over the ranks of what ``compute`` returns, ``(size,)``; if one fails, all fail."""
+        if self.size == 1:
+            return compute()
+        error, message = None, torch.zeros(1 + size, dtype=torch.float64, device=self.device)
+        try:
+            message[1:] = compute()
+        except Exception as raised:  # of whatever kind: the others wait
+            error, message[0] = raised, 1.0
+        if self.mean(message)[0] > 0:
+            self.together(error)
+        return message[1:]
+
+    def together(self, error: Exception | None = None) -> None:
+        """Wait until all ranks have called this; the ``error`` of one is raised in all."""
+        rank = self._first_with(error is not None) if self.size > 1 else self.rank
+        if rank is not None and self.size > 1:
+            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
+            kind, text = self._objects_from(rank, (kind, text))
+            raise error or kind(f"rank {rank}: {text}")
+        if error is not None:
+            raise error
+
+    def attempt(self, compute: Callable[[], Result]) -> Result:
+        """What ``compute`` returns, which does not communicate; if it fails in a rank, all fail."""
+        try:
+            found = compute()
+        except Exception as error:  # of whatever kind: the others wait
+            if self.size > 1:
+                self.together(error)
+            raise
+        self.together()
+        return found
+
+    def of_first(self, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` returns in rank 0, where alone it is called; if it fails, all fail."""
+        found = self.attempt(compute if self.is_first else lambda: None)
+        return found if self.size == 1 else self._objects_from(0, found)
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """The values that ``tensor`` has in rank 0; in others it has the same shape."""
+        if self.size == 1 or not tensor.numel():
+            return tensor
+        numbers = tensor.detach().reshape(-1).view(torch.uint8).to(self.device)
+        distributed.broadcast(numbers, self._source(0), self.group)
+        return numbers.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+
+    def check_alike(self, arguments: Mapping[str, Any], data: Any = None) -> None:
+        """Raise ValueError in all ranks unless a fit starts alike in all of them.
+
+        Args:
+            arguments: Of the fit, by name.
+            data: The sequences; each rank may have its own.
+        """
         if self.size == 1:
             return
-        random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
-        values = {
-            "data": fingerprint(data), "random numbers": digits(random),
-            "parameters": digits(parameters), "checkpoints": num_iterations,
-        }  # fmt: skip
-        hashes = [zlib.crc32(repr(value).encode()) for value in values.values()]
-        least = torch.tensor(hashes, device=_device())
-        most = least.clone()
-        distributed.all_reduce(least, distributed.ReduceOp.MIN)
-        distributed.all_reduce(most, distributed.ReduceOp.MAX)
-        for name, equal in zip(values, (least == most).tolist()):
-            if not equal:
-                raise ValueError(
-                    f"all processes must start alike, and {name} differ: give "
-                    "all of them one seed, before the model is built, and the whole data."
-                )
+        here = {name: comparable(each) for name, each in arguments.items() if name not in OWN}
+        if data is not None:
+            generator = arguments.get("generator")
+            states = [torch.get_rng_state(), None if generator is None else generator.get_state()]
+            shared = getattr(data, "own", None) is None
+            here["data"] = fingerprint(data) if shared else "of each rank"
+            here["random numbers"] = digits(states)
+            here["checkpoint"] = arguments.get("checkpoint") is not None
+        found = difference(self._objects_from(0, here), here)
+        differing = None if found is None else ALIKE.format(*found, self.rank)
+        self.together(None if differing is None else ValueError(differing))
 
-    def wait(self) -> None:
-        """Barrier: wait until all ranks have called this."""
-        if self.size > 1:
-            distributed.barrier()
+    def _first_with(self, flag: bool) -> int | None:
+        """The first rank whose ``flag`` is set, if any is."""
+        number = torch.tensor(self.size - self.rank if flag else 0, device=self.device)
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, self.group)
+        return self.size - int(number) if number > 0 else None
 
+    def _objects_from(self, rank: int, found: Any) -> Any:
+        """What another rank has ``found``, any object."""
+        held = [found]
+        distributed.broadcast_object_list(held, self._source(rank), self.group)
+        return held[0]
 
-def _device() -> torch.device:
-    """The device on which the backend communicates."""
-    nccl = distributed.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    def _source(self, rank: int) -> int:
+        """The number of a rank of this group among all ranks."""
+        return rank if self.group is None else distributed.get_global_rank(self.group, rank)

@@ -62,6 +62,8 @@ def train(
         params: State of the parameter store at the start.
     """
     check_model_and_data(model, data)
+    group = ProcessGroup.of(settings["group"])
+    group.check_alike(settings | {"model": model, "restarts": restarts, "fit": method}, data)
     if isinstance(guide, AutoGuide) and "_of_fit_" not in guide._pyro_name:
         # a name of its own, so that Pyro does not share its parameters with another
         unique = f"{guide._pyro_name}_of_fit_{next(_guides)}"
@@ -74,7 +76,8 @@ def train(
         in_mode(True, model, guide),
         _scaled_priors(module, data) as units,
     ):
-        training = Training(model, guide, data, settings, restarts, units)
+        build = partial(Training, model, guide, data, settings, restarts, units, group)
+        training = group.attempt(build)
         doubts = [] if method == "MAP" or isinstance(module, HMMModule) else training.refusals()
         losses = training.run()
         values = training.objective.points() | training.values()
@@ -115,6 +118,7 @@ class Training(FitLoop):
         settings: All else.
         restarts: R, of which each has a loss.
         units: What the unit of the data adds to the loss.
+        group: The data-parallel ranks.
 
     Attributes:
         parts: Log-likelihood and log-prior at each step, ``(2,)`` or ``(2, R)``, where the
@@ -129,9 +133,10 @@ class Training(FitLoop):
         settings: Settings,
         restarts: int,
         units: float,
+        group: ProcessGroup,
     ) -> None:
         self.model, self.guide, self.data, self.settings = model, guide, data, settings
-        group, self.units = ProcessGroup.all(), units
+        self.units, self.restarts = units, restarts
         self.num_observed = max(data.num_observed, 1)
         if settings["windows"] is not None and group.size > 1:
             text = f"windows must be None in several processes; here are {group.size}"
@@ -174,6 +179,8 @@ class Training(FitLoop):
         self.replays = Replays(self._gradient, device) if fixed else None
         self.pieces: list[tuple[Sequences, float]] = []  # of a whole set
         self.parts: list[Tensor] = []
+        self.error: Exception | None = None  # of this rank; the other ones learn of it
+        self.failed = torch.zeros(())  # share of the ranks that have one
         self.shown: dict[str, str] = {}  # beside the progress bar
 
     def refusals(self) -> list[str]:
@@ -213,8 +220,12 @@ class Training(FitLoop):
         If it fails, the parameters are the best that were validated, or those before the fit.
         """
         generator, parameters = self.settings["generator"], self.objective.parameters
+        shapes = [str((tuple(part.shape), part.dtype)) for part in self.tensors()]
+        self.group.check_alike({"parameters": shapes})
         self.resume(self.settings["checkpoint"], self._identity, generator, self.tensors())
-        self.group.check_alike(self.data, generator, parameters, len(self.losses))
+        if self.group.size > 1:  # processors may differ in rounding
+            self.units = self.group.from_first(torch.tensor(self.units).double()).item()
+            copy_values(map(self.group.from_first, self.tensors()), self.tensors())
         first = [tensor.detach().clone() for tensor in self.tensors()]
         try:
             self.take_steps()
@@ -251,21 +262,51 @@ class Training(FitLoop):
     def _descend(self, step: int) -> None:
         """Step along the gradient of the loss of a batch."""
         self.descent.optimizer.zero_grad()
-        with self.batches.explained():
-            loss, batch = self._backward(self.batches.take())
-        self.losses.append(self.group.mean(loss))
+        try:
+            with self.batches.explained():
+                loss, parts, batch = self._backward(self.batches.take())
+        except Exception as error:  # of whatever kind: the other ranks wait
+            if self.group.size == 1:
+                raise
+            self.error = self.error or error
+            shape = () if self.restarts == 1 else (self.restarts,)
+            loss, parts, batch = torch.zeros(shape, device=self.probe.device), None, self.probe
+        known = parts is not None
+        if self.group.size > 1:
+            loss, parts = self._reduced(loss, parts)
+        self.losses.append(loss)
+        if known:
+            self.parts.append(parts)
         if loss.device.type == "cpu" or step % WINDOW == 0:  # or the host would wait
+            self._check_ranks()
             self.objective.check_finite(self.losses[-1], step, batch)
-        self.descent.step(self.losses[-1], self.group, step + 1)
+        self.descent.step(self.losses[-1], step + 1)
 
-    def _backward(self, batch: Sequences | Parts) -> tuple[Tensor, Sequences]:
+    def _reduced(self, loss: Tensor, parts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Average the loss, its parts and the gradients over the ranks.
+
+        One that has failed goes on until all have read that it did.
+        """
+        failed = torch.full_like(loss, self.error is not None)
+        parts = torch.stack([failed, failed]) if parts is None else parts
+        numbers = torch.stack([failed, loss, *parts.to(loss)]).double()
+        numbers = self.group.mean_gradients(self.objective.parameters, numbers).to(loss.dtype)
+        self.failed = numbers[0].sum()
+        return numbers[1], numbers[2:]
+
+    def _check_ranks(self) -> None:
+        """Raise the error of a rank in all of them, if there is one."""
+        if self.group.size > 1 and self.failed > 0:
+            self.group.together(self.error)
+
+    def _backward(self, batch: Sequences | Parts) -> tuple[Tensor, Any, Sequences]:
         """Compute the gradient of the loss of a batch.
 
         In lower precision, if that is asked for, here or around the fit; without a cache, whose
         weights would still be those of the first step at the last one.
 
         Returns:
-            The loss of this rank, and what it was computed for last.
+            The loss of this rank, its parts if they are known, and what it was computed for last.
         """
         total: Any = 0.0
         parts: Any = 0.0
@@ -280,9 +321,7 @@ class Training(FitLoop):
             for parameter, slope in zip(self.objective.parameters, gradient):
                 if slope is not None:
                     parameter.grad = slope if parameter.grad is None else parameter.grad + slope
-        if parts is not None:
-            self.parts.append(self.group.mean(parts))
-        return total, piece
+        return total, parts, piece
 
     def _pieces(self, batch: Sequences | Parts) -> Iterable[tuple[Sequences, float]]:
         """Pieces of a batch on the device of the fit, and their weights; of a whole set once."""
@@ -312,6 +351,7 @@ class Training(FitLoop):
 
     def _validate(self, held_out: HeldOut) -> float:
         """Evaluate held-out data at the averaged parameters, or else the current ones."""
+        self._check_ranks()
         average = self.descent.average
         applied = nullcontext() if average is None else average.applied()
         with applied, full_precision(self.objective.parameters[0]):
@@ -319,6 +359,7 @@ class Training(FitLoop):
 
     def _finish(self, first: list[Tensor]) -> Tensor:
         """Set the final parameters, and return all losses, checked."""
+        self._check_ranks()
         if self.held_out is not None:
             if not self.held_out.history or self.held_out.history[-1].step != len(self.losses):
                 self._validate(self.held_out)

@@ -239,7 +239,8 @@ def _check_replaceable(target: Path) -> None:
 
 # A checkpoint ---------------------------------------------------------------------------------
 
-SECONDS = 10.0  # between two saves
+SECONDS = 10.0  # between two saves, or
+REST = 19.0  # times what the last one took, if that is more: saves take 5 % of the time at most
 FIT_VERSION = 10  # of what fits save
 CURE = "Choose another file, or delete it to start afresh."
 
@@ -266,21 +267,26 @@ class Checkpoint:
         identity: Description of the fit; a file of another fit is refused.
         generators: Sources of randomness besides torch's global ones.
         writes: Whether to write: one of several processes does.
+        of_first: Calls a function in that process, and returns what it did in all.
 
     Raises:
         ValueError: If ``path`` is a directory, or the one above it does not exist.
     """
 
     def __init__(
-        self, path: str | Path, identity: dict[str, Any], generators: Any = (), writes: bool = True
+        self,
+        path: str | Path,
+        identity: dict[str, Any],
+        generators: Any = (),
+        writes: bool = True,
+        of_first: Callable[[Callable[[], Any]], Any] = lambda read: read(),
     ) -> None:
-        self.path = Path(path)
-        if self.path.is_dir() or not self.path.parent.is_dir():
-            raise ValueError(f"checkpoint must be a file in a directory that exists; got {path}.")
+        self.path, self.of_first = Path(path), of_first
+        of_first(self._check_place)
         self.identity = identity | {"seed": torch.initial_seed()}
         self.generators = [generator for generator in generators if generator is not None]
         self.writes = writes
-        self.saved = time.perf_counter()
+        self.saved, self.took = time.perf_counter(), 0.0
 
     def resume(self, restore: Callable[[dict[str, Any]], None], tensors: Iterable[Tensor]) -> bool:
         """Continue from the state saved last; returns whether there is one.
@@ -294,19 +300,14 @@ class Checkpoint:
         Raises:
             ValueError: If the file is damaged, or of another fit: it names the difference.
         """
-        if not self.path.exists():
+        found = self.of_first(self._read)
+        if found is None:
             return False
-        saved, meta = read_tensors(self.path)
-        if (meta.get("kind"), meta.get("version")) != ("checkpoint", FIT_VERSION):
-            raise self._refusal("holds something else, or is of another version of this package")
-        if (differing := difference(meta.get("identity"), self.identity)) is not None:
-            path, there, here = differing
-            text = f"belongs to another fit: its {path} is {there}, and here it is {here}"
-            raise self._refusal(text)
+        saved, text = found
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         numbers = self._random()
         try:
-            state = _unpack(json.loads(meta["state"]), saved)
+            state = _unpack(json.loads(text), saved)
             restore(state)
             self._set_random(state["random"])
         except Exception as error:
@@ -318,22 +319,43 @@ class Checkpoint:
             raise self._refusal(text) from error
         return True
 
+    def _read(self) -> tuple[dict[str, Tensor], str] | None:
+        """Tensors of the file and the rest of its state as text; None if there is no file."""
+        if not self.path.exists():
+            return None
+        saved, meta = read_tensors(self.path)
+        if (meta.get("kind"), meta.get("version")) != ("checkpoint", FIT_VERSION):
+            raise self._refusal("holds something else, or is of another version of this package")
+        if (differing := difference(meta.get("identity"), self.identity)) is not None:
+            path, there, here = differing
+            text = f"belongs to another fit: its {path} is {there}, and here it is {here}"
+            raise self._refusal(text)
+        return saved, meta["state"]
+
+    def _check_place(self) -> None:
+        """Raise unless a file can be there."""
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            text = f"checkpoint must be a file in a directory that exists; got {self.path}"
+            raise ValueError(f"{text}. Make it first.")
+
     def _refusal(self, reason: str) -> ValueError:
         return ValueError(f"checkpoint {self.path} {reason}. {CURE}")
 
     def is_due(self) -> bool:
         """Whether it is time to save again."""
-        return self.writes and time.perf_counter() - self.saved >= SECONDS
+        rest = time.perf_counter() - self.saved
+        return self.writes and rest >= max(SECONDS, REST * self.took)
 
     def save(self, state: dict[str, Any]) -> None:
         """Replace the file by one of ``state``: nested dicts and lists of tensors and numbers."""
-        if not self.writes:
-            return
-        tensors: dict[str, Tensor] = {}
+        start_time, tensors = time.perf_counter(), dict[str, Tensor]()
         packed = json.dumps(_pack(state | {"random": self._random()}, tensors))  # infinity as well
         meta = {"kind": "checkpoint", "version": FIT_VERSION, "identity": self.identity}
-        write_tensors(self.path, tensors, meta | {"state": packed})
-        self.saved = time.perf_counter()
+        try:
+            write_tensors(self.path, tensors, meta | {"state": packed})
+        finally:
+            self.saved = time.perf_counter()
+            self.took = self.saved - start_time
 
     def _random(self) -> dict[str, Any]:
         """States of the random number generators of torch and of the fit."""
@@ -374,7 +396,7 @@ _OF_MODULES = ("_buffers", "_parameters", "_modules", "_pyro_samples")
 
 # What another call may change and still resume from a checkpoint: it changes no step, only how many
 # there are (``tolerance`` and ``patience`` are tested anew), or what is shown and kept on the way.
-FREE = ("num_iterations", "tolerance", "patience", "progress", "report", "checkpoint")
+FREE = "num_iterations", "tolerance", "patience", "progress", "report", "checkpoint", "group"
 
 
 def identity_of(

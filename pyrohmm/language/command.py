@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> None:
     texts = {name: _read(name) for name in options.score}
     model = train(options) if options.train else LanguageModel.load(options.load)
     model.module.to(options.device)
-    if not ProcessGroup.all().is_first:
+    if not ProcessGroup.of().is_first:
         return
     if options.load and not options.train:
         print(model)
@@ -184,7 +184,7 @@ def train(options: argparse.Namespace) -> LanguageModel:
     data, validation = model.encode(lines), model.encode(held)
     model.module.to(options.device)
 
-    processes = ProcessGroup.all()
+    processes = ProcessGroup.of()
     if processes.is_first:
         count = sum(parameter.numel() for parameter in model.module.parameters())
         print(f"training on {len(data):,} sentences, {data.num_observed:,} tokens with {END}")

@@ -222,7 +222,7 @@ def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
         "transition": [[0.5, 0.5]] * 2,
         "emission.probs": [[1.0, 0]] * 2,
     }
-    with pytest.raises(ValueError, match="sequence 3 of this batch has probability zero"):
+    with pytest.raises(ValueError, match="sequence 3 has probability zero"):
         fit_em(module, Sequences.from_list(sequences), start=start_at(begin))
 
 
