@@ -319,7 +319,7 @@ class Checkpoint:
             raise self._refusal(text) from error
         return True
 
-    def _read(self) -> tuple[dict[str, Tensor], str] | None:
+    def _read(self) -> tuple[dict[str, Tensor], Any] | None:
         """Tensors of the file and the rest of its state as text; None if there is no file."""
         if not self.path.exists():
             return None
@@ -330,7 +330,7 @@ class Checkpoint:
             path, there, here = differing
             text = f"belongs to another fit: its {path} is {there}, and here it is {here}"
             raise self._refusal(text)
-        return saved, meta["state"]
+        return saved, meta.get("state")
 
     def _check_place(self) -> None:
         """Raise unless a file can be there."""
