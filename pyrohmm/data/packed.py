@@ -67,6 +67,7 @@ class PackedSequences:
     total: float
     indices: Tensor
     numbered: bool  # indices say which sequences of the whole set these are
+    sharded = False  # whether they are the share of one rank
     _rows: dict[str, Tensor]  # (M, *) by name; those that are None or all observed are left out
     _padded: dict[str, Any]  # (N, T, *)
     _several: Any = None  # buckets, and of which state
@@ -121,7 +122,8 @@ class PackedSequences:
 
     def _forget(self) -> None:
         """Drop cached values that were computed from the rows."""
-        self.__dict__.pop("num_observed", None)
+        for name in ("num_observed", "num_labelled"):
+            self.__dict__.pop(name, None)
         self._several = None
 
     @property
@@ -238,7 +240,7 @@ class PackedSequences:
             found[self._places(self.firsts[chosen], part.lengths).to(rows.device)] = rows
         return cast(Tensor, found)
 
-    @property
+    @cached_property
     def num_labelled(self) -> int:
         """Number of steps whose state is known, or restricted to some of the states."""
         labels = self.packed("labels")
@@ -283,7 +285,7 @@ class PackedSequences:
             del rows["observed"]
         new = object.__new__(kind or type(self))  # what has been checked is not read again
         new._rows, new._padded, new._read, new.table = rows, {}, {}, self.table
-        new.numbered = self.numbered
+        new.numbered, new.sharded = self.numbered, self.sharded
         new.lengths, new.total, new.indices = lengths, check_total(total, len(lengths)), indices
         return new
 

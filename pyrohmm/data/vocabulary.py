@@ -110,7 +110,9 @@ class Vocabulary(tuple[str, ...]):
             ValueError: If a symbol is not listed and nothing stands for the unknown.
         """
         symbols = list(symbols)
-        codes = [self._code(symbol) for symbol in symbols]
+        codes = [*map(self._codes.get, symbols)]
+        if None in codes:
+            codes = [*map(self._code, symbols)]
         if None in codes:
             text = f"symbol {symbols[codes.index(None)]!r} is none of the {len(self)} symbols"
             raise ValueError(f"{text} of the vocabulary. Build it with unknown=, for all others.")

@@ -95,6 +95,10 @@ class FitOptions(RunOptions, total=False):
         schedule: Called with the optimizer, returns a torch learning-rate scheduler. It is stepped
             after every gradient step; a ``ReduceLROnPlateau`` after every validation.
         clip_norm: Largest norm of the whole gradient, per observed step.
+        sharded: Whether, of several processes, each gives ``data`` of its own, its share of the
+            whole: the fit is that of all shares together, and minibatches are of a process, as with
+            torch's ``DistributedDataParallel``. By default all give the whole, and each takes its
+            part of every minibatch.
 
     Those that any fit takes are explained at :class:`pyrohmm.infer.descent.RunOptions`.
     """
@@ -104,6 +108,7 @@ class FitOptions(RunOptions, total=False):
     optimizer: OptimizerFactory | None
     schedule: ScheduleFactory | None
     clip_norm: float | None
+    sharded: bool | None
 
 
 class Settings(FitOptions):

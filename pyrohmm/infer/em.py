@@ -23,7 +23,6 @@ from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
 
 from .._checks import check_size, check_tolerance
-from ..data.batches import in_parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.files import digits, identity_of
@@ -65,6 +64,7 @@ def fit_em(
     checkpoint: str | Path | None = None,
     name: str | None = None,
     group: Any = None,
+    sharded: bool | None = None,
 ) -> Fit:
     r"""Find the most probable parameters, :math:`\max_\theta \log p(x, \theta)`, by EM.
 
@@ -124,6 +124,8 @@ def fit_em(
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
         name: Of the fit, which its checkpoint must have.
         group: The ranks that fit this model: see :class:`pyrohmm.infer.descent.RunOptions`.
+        sharded: Whether each of several processes gives ``data`` of its own: see
+            :class:`FitOptions`.
 
     Where ``torch.distributed`` has been initialised, each rank computes the E-step of a shard of
     the data, which all of them are given whole; all ranks return the fit of one process.
@@ -145,22 +147,23 @@ def fit_em(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    data = in_parts(data)
+    ranks = ProcessGroup.of(group)
+    data = ranks.own(data, sharded)
     if isinstance(start, Fit):
         start = start.start | start.parameters  # which may be zero
-    arguments = dict(locals())  # for checkpoints, with ``module`` as given: an HMM is a start, too
+    # for checkpoints, with ``module`` as given: an HMM is a start, too
+    arguments = {name: each for name, each in locals().items() if name != "ranks"}
     module = module_of(module) if isinstance(module, HMM) else module
     if unweighted(module):
         return fit_smooth(fit_em, **arguments)
     _check(**arguments | {"module": module})
-    ranks = ProcessGroup.of(group)
     ranks.check_alike(arguments, data)
     # what is fitted, and how
     module = with_priors(copy.deepcopy(module), priors)
     longer = num_iterations > 1 or checkpoint is not None  # a checkpoint may be resumed for more
     several_tried = start is None and tolerance is not None and longer
     for tried in (several_tried, False):  # if several fail, one start names what is wrong
-        parameters = Parameters(module, data, restarts or 1, log_prior)
+        parameters = Parameters(module, data, restarts or 1, log_prior, ranks)
         maximize = Maximization(parameters, transition_step, gradient_step)
         plan = StartSearch(parameters, maximize, start, restarts, tried, batch_size is None)
         loop = Loop(

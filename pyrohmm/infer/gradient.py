@@ -16,7 +16,7 @@ from torch import nn
 
 from .._checks import check_size
 from .._choices import first_values
-from ..data.batches import Parts, first_sequence, in_parts, parts_of
+from ..data.batches import Parts, first_sequence, parts_of
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import with_past
 from ..distributions.sparse import interior
@@ -28,6 +28,7 @@ from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_
 from .objective import is_enumerated, latent_sites, trace_of_batchable
 from .parameters import Values, fitted_in, set_point
 from .plates import Point, check_events, narrow
+from .process_group import ProcessGroup
 from .results import POINT, WINDOW, Fit, Restarts
 from .starts import by_kmeans, seen_by
 from .training import check_model_and_data, train
@@ -37,7 +38,7 @@ from .training import check_model_and_data, train
 def fit_svi(
     model: Callable[..., Any],
     guide: Callable[..., Any],
-    data: Sequences,
+    data: Sequences | Iterable[Sequences],
     *,
     num_iterations: int = 1000,
     learning_rate: float = 0.01,
@@ -73,7 +74,7 @@ def fit_svi(
         guide: A Pyro guide that takes the same, such as ``AutoNormal(model)``. If the model
             enumerates states, build it over ``poutine.block`` of the model, as Pyro asks for. An
             autoguide gets a unique name, so that parameters of two guides never mix.
-        data: The sequences.
+        data: The sequences; or an iterable of such, as for :func:`fit_map`.
         num_iterations: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
         tolerance: End when the mean loss of 25 steps is below that of the 25 before by less than
@@ -106,6 +107,7 @@ def fit_svi(
         fit_svi, num_iterations=num_iterations, learning_rate=learning_rate, tolerance=tolerance,
         batch_size=batch_size, validation=validation, **options,
     )  # fmt: skip
+    data = ProcessGroup.of(settings["group"]).own(data, settings["sharded"])
     return train(model, guide, data, settings, "SVI")
 
 
@@ -131,7 +133,9 @@ def fit_map(
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
-        data: The sequences; or an iterable of such, whose gradients are added at each step.
+        data: The sequences; or an iterable of such, such as
+            :class:`pyrohmm.data.StoredSequences`, whose gradients are added at each step, or of
+            which each minibatch is a part.
         num_iterations: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
@@ -164,7 +168,7 @@ def fit_map(
     check_size("restarts", restarts)
     start = start.start if isinstance(start, Fit) else start
     model = model if priors else with_priors(copy.deepcopy(model), priors)
-    data = in_parts(data)
+    data = ProcessGroup.of(settings["group"]).own(data, settings["sharded"])
     init_loc_fn = partial(_interior_value, _init_function(start, model, data, restarts))
     if restarts == 1:
         params = _begin_points(model, start, data)

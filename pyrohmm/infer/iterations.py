@@ -100,7 +100,7 @@ class Loop(FitLoop):
                 "acceleration needs EM of all data, whose loss never rises: leave out batch_size, "
                 "or acceleration."
             )
-        batches = Batches(data, batch_size, generator, shard=group.share, agree=group.from_first)
+        batches = Batches(data, batch_size, generator, group=group)
         super().__init__(batches, group, num_iterations, [tolerance], progress)
         self.parameters, self.maximize = parameters, maximize
         self.log_prior = torch.zeros(())
@@ -313,12 +313,12 @@ class Loop(FitLoop):
         """The loss and the statistics of all the data, in minibatches."""
         data, seen, total = self.batches.data, 0, torch.zeros(())
         if isinstance(data, Parts):
-            return self.expect(self.batches.shard(data))
+            return self.expect(self.group.share(data))
         average: Sums = {}
         for chosen in torch.arange(len(data)).split(self.batches.batch_size):
             self.batches.chosen = chosen
             seen += len(chosen)
-            loss, statistics = self.expect(self.batches.shard(data.batch(chosen)))
+            loss, statistics = self.expect(self.group.share(data.batch(chosen)))
             total = total + loss * len(chosen) / len(data)
             average = _mixed(average, statistics, len(chosen) / seen)
         return total, average

@@ -51,8 +51,9 @@ class Parameters:
     """
 
     def __init__(
-        self, module: HMMModule, data: Sequences | Parts, restarts: int, log_prior: LogPrior | None
-    ) -> None:
+        self, module: HMMModule, data: Sequences | Parts, restarts: int,
+        log_prior: LogPrior | None, group: Any = None,
+    ) -> None:  # fmt: skip
         for part in module.modules():  # which may have run by itself
             if isinstance(part, PyroModule):
                 part._pyro_context.used = False
@@ -62,6 +63,10 @@ class Parameters:
         self.data = to_model_device(module, None, data)
         self.probe = self.data[:1]
         self.units = scale_priors(module, self.data)
+        if group is not None and group.size > 1:  # which have data of their own, perhaps
+            self.units = group.from_first(torch.tensor(self.units).double()).item()
+            for buffer in module.buffers():
+                buffer.copy_(group.from_first(buffer))
         for chosen in (self.data, None):  # a start in units of the data
             in_units(module, chosen)
         with torch.no_grad(), poutine.block(), first_values(self.data.device):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from ..data.batches import Parts
+from ..data.batches import Parts, dealt, in_parts
 from ..data.sequences import Sequences
 from ..io.files import comparable, difference, digits, fingerprint
 
@@ -29,7 +29,7 @@ ALONE = (
 )
 ALIKE = (
     "all ranks must start alike, and {} differ: {} in rank 0, {} in rank {}. Give all of them one "
-    "seed, before the model is built, the same arguments, and the whole data."
+    "seed, before the model is built, the same arguments, and the whole data; or sharded=True."
 )
 OWN = ("start", "generator", "group", "guide", "progress", "report", "checkpoint", "data")
 KINDS = (FloatingPointError, ValueError, OSError, TypeError)  # of errors that are raised in all
@@ -91,11 +91,15 @@ class ProcessGroup:
         return torch.device("cuda", torch.cuda.current_device())
 
     def shard(self, data: Sequences) -> Sequences:
-        """Shard of a minibatch for this rank; with fewer sequences than ranks, some share one."""
+        """Shard of a minibatch for this rank, all of it if it is the rank's own.
+
+        Shards have about equally many steps; with fewer sequences than ranks, some share one.
+        """
         if self.size == 1:
             return data
-        count = len(data)
-        chosen = torch.arange(self.rank % count, count, self.size)
+        if data.sharded:
+            return data.with_total(data.total * self.size)
+        count, chosen = len(data), dealt(data.lengths, self.rank, self.size)
         holders = len(range(self.rank % count, self.size, count)) if count < self.size else 1
         return data.batch(chosen, data.total * self.size * len(chosen) / (count * holders))
 
@@ -103,7 +107,17 @@ class ProcessGroup:
         """Shard of the data for this rank, of each part if there are several."""
         if self.size == 1:
             return data
-        return data.each(self.shard) if isinstance(data, Parts) else self.shard(data)
+        return data.divided(self) if isinstance(data, Parts) else self.shard(data)
+
+    def own(self, data: Any, sharded: bool | None) -> Sequences | Parts:
+        """The data of a fit, of each rank its own if they are ``sharded``; counts are of all."""
+        found, again = in_parts(data, bool(sharded)), getattr(data, "sharded", False)
+        if sharded and not again and self.size > 1:
+            names = "num_observed", "num_labelled"
+            counts = torch.tensor([getattr(found, name) for name in names]).double()
+            counts = self.mean(counts.to(self.device)) * self.size
+            vars(found).update(zip(names, counts.long().tolist()))
+        return found
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Average ``tensor`` over the ranks, in place."""
@@ -111,6 +125,14 @@ class ProcessGroup:
             distributed.all_reduce(tensor, group=self.group)
             tensor /= self.size
         return tensor
+
+    def most(self, numbers: Tensor) -> Tensor:
+        """Largest of the ``numbers`` of all ranks, one by one, on the CPU."""
+        if self.size == 1:
+            return numbers
+        numbers = numbers.to(self.device)
+        distributed.all_reduce(numbers, distributed.ReduceOp.MAX, self.group)
+        return numbers.cpu()
 
     def mean_all(self, tensors: Iterable[Tensor]) -> None:
         """Average tensors over the ranks, in place, those of one dtype in one message."""
@@ -200,8 +222,7 @@ class ProcessGroup:
         if data is not None:
             generator = arguments.get("generator")
             states = [torch.get_rng_state(), None if generator is None else generator.get_state()]
-            shared = getattr(data, "own", None) is None
-            here["data"] = fingerprint(data) if shared else "of each rank"
+            here["data"] = "of each rank" if data.sharded else fingerprint(data)
             here["random numbers"] = digits(states)
             here["checkpoint"] = arguments.get("checkpoint") is not None
         found = difference(self._objects_from(0, here), here)

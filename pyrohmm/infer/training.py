@@ -138,19 +138,16 @@ class Training(FitLoop):
         self.model, self.guide, self.data, self.settings = model, guide, data, settings
         self.units, self.restarts = units, restarts
         self.num_observed = max(data.num_observed, 1)
-        if settings["windows"] is not None and group.size > 1:
-            text = f"windows must be None in several processes; here are {group.size}"
-            raise ValueError(f"{text}. They continue each other: give batch_tokens.")
-        if isinstance(data, Parts) and settings["batch_size"] is not None:
-            raise ValueError("batch_size must be None where all parts of data make each step.")
         batches = Batches(
             data, settings["batch_size"], settings["generator"], windows=settings["windows"],
-            batch_tokens=settings["batch_tokens"], shard=group.share, agree=group.from_first,
+            batch_tokens=settings["batch_tokens"], group=group,
         )  # fmt: skip
         tests = [settings["tolerance"], settings["patience"]]
         super().__init__(batches, group, settings["num_iterations"], tests, settings["progress"])
         whole, alone = batches.whole, inspect.unwrap(model)
         in_memory = whole if isinstance(whole, Sequences) else first_sequence(data)
+        if settings["windows"] is not None:  # a text of any length
+            in_memory = in_memory.truncate(settings["windows"][1])
         (self.probe, share), *_ = pieces_of(alone, to_model_device(model, guide, in_memory))
         # a window continues the one before
         self.at_once = settings["windows"] is not None or (whole is in_memory and share == 1)

@@ -31,6 +31,8 @@ from .text import END as END
 from .text import UNKNOWN as UNKNOWN
 from .text import count_words as count_words
 from .text import encode as encode
+from .text import open_corpus as open_corpus
+from .text import write_corpus as write_corpus
 from .tokens import matching as matching
 from .tokens import over_tokens as over_tokens
 from .training import DefaultDropout as DefaultDropout

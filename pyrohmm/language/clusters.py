@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_range, check_shape, check_size
+from ..data.batches import StoredSequences, parts_of
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary
 from ..infer.cooccurrence import count_pairs
@@ -185,7 +186,10 @@ def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
 
 
 def find_clusters(
-    data: Sequences, vocabulary: Vocabulary, num_clusters: int, progress: bool | None = None
+    data: Sequences | StoredSequences,
+    vocabulary: Vocabulary,
+    num_clusters: int,
+    progress: bool | None = None,
 ) -> Tensor:
     """Brown clusters of words, the last of which is ``<eos>`` alone: ``(V,)`` long.
 
@@ -194,7 +198,8 @@ def find_clusters(
     among these, the two of them that are deepest in the tree are joined.
 
     Args:
-        data: Sentences that end in ``<eos>``, as :func:`pyrohmm.language.encode` makes them.
+        data: Sentences that end in ``<eos>``, as :func:`pyrohmm.language.encode` makes them, or
+            :func:`pyrohmm.language.write_corpus`.
         vocabulary: The V words.
         num_clusters: C, at least 2. Where fewer words than that occur, ``<eos>`` among them, there
             are fewer clusters.
@@ -214,10 +219,10 @@ def find_clusters(
     """
     check_size("num_clusters", num_clusters, 2)
     check_ends("data", vocabulary, data)
-    if data.num_steps < 2:
+    if int(data.lengths.max()) < 2:
         text = "data must have a word in some sentence; all sentences are empty"
         raise ValueError(f"{text}. Look at how it was read.")
-    pairs = count_pairs(data, len(vocabulary))
+    pairs = count_pairs(parts_of(data), len(vocabulary))
     present = len(torch.cat([pairs.first, pairs.second]).unique())
     end = vocabulary.encode([END])
     assignment = brown(pairs, min(num_clusters - 1, present), progress=progress).assignment

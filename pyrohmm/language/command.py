@@ -19,6 +19,7 @@ import inspect
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -34,14 +35,16 @@ from torch import distributed
 from tqdm import tqdm
 
 from ..data.readers import read_lines
+from ..data.sequences import Sequences
 from ..infer.descent import RunOptions, Validation
 from ..infer.process_group import ProcessGroup
 from ..io.files import TENSORS, Checkpoint, check_directory
 from ..ops.automata import Automaton, must_contain, must_not_contain
 from .model import LanguageModel
-from .text import END, UNKNOWN, count_words, encode
+from .text import END, UNKNOWN, count_words, open_corpus, write_corpus
 
 OF_STEPS = ("num_epochs", "batch_tokens", "num_streams")  # what determines how many there are
+TRAIN, HELD_OUT = "train.tokens", "held_out.tokens"
 INTERRUPTED = 130  # the exit status of what Ctrl-C has ended
 EXAMPLES = """examples:
   python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
@@ -168,32 +171,26 @@ def train(options: argparse.Namespace) -> LanguageModel:
     checkpoint = of_fit.get("checkpoint")
     if checkpoint:
         Checkpoint(checkpoint, {})  # raises if no file can be there
-    start_time = time.perf_counter()
-    lines = [line for name in options.train for line in _read(name)]
-    if options.valid:
-        held = [line for name in options.valid for line in _read(name)]
-    else:
-        lines, held = hold_out(lines, options.hold_out, "contiguous" in options)
+    start_time, processes = time.perf_counter(), ProcessGroup.of()
     pyro.set_rng_seed(options.seed or 0)
-    if options.load:
-        model = LanguageModel.load(options.load)
-    else:
-        words, of_model = count_words(lines, **_given(options, OF_WORDS)), OF_CLUSTERS | OF_MODEL
-        sizes = _given(options, of_model)
-        model = LanguageModel.from_data(words, encode(lines, words), **sizes)
-    data, validation = model.encode(lines), model.encode(held)
+    place = f"{os.path.normpath(options.save)}.prepared"
+    processes.of_first(lambda: prepare(options, place))
+    torch.set_rng_state(processes.from_first(torch.get_rng_state()))
+    try:
+        model = LanguageModel.load(os.path.join(place, "model"))
+        data = open_corpus(os.path.join(place, TRAIN), model.vocabulary)
+        held = open_corpus(os.path.join(place, HELD_OUT), model.vocabulary)
+        validation = Sequences.from_concatenated(held.values, held.lengths, dtype=torch.long)
+        processes.together()
+    finally:  # files that are open stay until they are closed
+        if processes.is_first:
+            shutil.rmtree(place)
     model.module.to(options.device)
-
-    processes = ProcessGroup.of()
     if processes.is_first:
         count = sum(parameter.numel() for parameter in model.module.parameters())
         print(f"training on {len(data):,} sentences, {data.num_observed:,} tokens with {END}")
-        print(f"held out    {len(validation):,} sentences, {validation.num_observed:,} tokens, "
-              f"{model.num_unknown(held):,} unknown words")  # fmt: skip
+        print(f"held out    {len(validation):,} sentences, {validation.num_observed:,} tokens")
         print(f"{model}, {count:,} parameters, processes: {processes.size}")
-        if not bool((data.values == model.vocabulary.index(UNKNOWN))[data.exists].any()):
-            print(f"note: no word was left out, so that {UNKNOWN} does not occur, and unknown "
-                  "words will be very improbable; see --min-count")  # fmt: skip
         if checkpoint and os.path.exists(checkpoint):
             print(f"going on from checkpoint {checkpoint}")
         print(f"ready after {time.perf_counter() - start_time:.1f} s", flush=True)
@@ -221,6 +218,27 @@ def train(options: argparse.Namespace) -> LanguageModel:
         print(f"ended after {len(fit.losses):,} steps: {fit.reason}; saved to {options.save}")
         print(f"held out: {model.perplexity(validation)}, {END} included")
     return model
+
+
+def prepare(options: argparse.Namespace, place: str) -> None:
+    """Build or load the model, and encode the text; both are written to the directory ``place``."""
+    lines = [line for name in options.train for line in _read(name)]
+    if options.valid:
+        held = [line for name in options.valid for line in _read(name)]
+    else:
+        lines, held = hold_out(lines, options.hold_out, "contiguous" in options)
+    model = LanguageModel.load(options.load) if options.load else None
+    words = model.vocabulary if model else count_words(lines, **_given(options, OF_WORDS))
+    os.makedirs(place, exist_ok=True)
+    data = write_corpus(os.path.join(place, TRAIN), lines, words)
+    write_corpus(os.path.join(place, HELD_OUT), held, words)
+    if model is None:
+        model = LanguageModel.from_data(words, data, **_given(options, OF_CLUSTERS | OF_MODEL))
+    model.save(os.path.join(place, "model"))
+    print(f"{model.num_unknown(held):,} unknown words are held out")
+    if not bool((torch.from_numpy(data.values) == words.index(UNKNOWN)).any()):
+        print(f"note: no word was left out, so that {UNKNOWN} does not occur, and unknown "
+              "words will be very improbable; see --min-count")  # fmt: skip
 
 
 def hold_out(

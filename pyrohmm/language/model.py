@@ -21,7 +21,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..analysis.queries import predictive_log_prob
-from ..data.batches import batches_in_round, cut_by_steps
+from ..data.batches import StoredSequences, batches_in_round, cut_by_steps
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..distributions.block_hmm import BlockHMM
@@ -121,7 +121,7 @@ class LanguageModel:
     def from_data(
         cls,
         vocabulary: Vocabulary,
-        data: Sequences,
+        data: Sequences | StoredSequences,
         num_states: int = 4096,
         num_clusters: int = 128,
         hidden_dim: int = 256,
@@ -131,8 +131,8 @@ class LanguageModel:
 
         Args:
             vocabulary: The V words.
-            data: Sentences that end in ``<eos>``, as :func:`encode` makes them; they determine
-                clusters and their sizes only.
+            data: Sentences that end in ``<eos>``, as :func:`encode` makes them, or
+                :func:`write_corpus`; they determine clusters and their sizes only.
             num_states: K, divided among the clusters.
             num_clusters: C, of words, as for :func:`find_clusters`; that of ``<eos>`` is one.
             hidden_dim: D, of embeddings.
@@ -161,7 +161,7 @@ class LanguageModel:
 
     def fit(
         self,
-        data: Sequences,
+        data: Sequences | StoredSequences,
         validation: Sequences | None = None,
         *,
         num_epochs: int = 10,
@@ -186,7 +186,8 @@ class LanguageModel:
         (truncated backpropagation, see :class:`pyrohmm.StatefulModel`).
 
         Args:
-            data: Sentences to learn from, as :func:`encode` makes them.
+            data: Sentences to learn from, as :func:`encode` makes them, or :func:`write_corpus`,
+                which need not fit into memory.
             validation: Held-out sentences, evaluated after every round and after the last step.
             num_epochs: Number of rounds, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
@@ -209,7 +210,11 @@ class LanguageModel:
         )  # fmt: skip
 
     def num_iterations(
-        self, data: Sequences, num_epochs: int = 10, batch_tokens: int = 2048, num_streams: int = 16
+        self,
+        data: Sequences | StoredSequences,
+        num_epochs: int = 10,
+        batch_tokens: int = 2048,
+        num_streams: int = 16,
     ) -> int:
         """The number of gradient steps of :meth:`fit` with these arguments."""
         if not self.contiguous:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .._checks import check_range, check_size
+from ..data.batches import StoredSequences, parts_of
+from ..data.readers import FilePath
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
@@ -17,6 +22,7 @@ from ..ops.blocks.inner_products import InnerProductTransition
 
 END = "<eos>"
 UNKNOWN = "<unk>"
+AT_ONCE = 10_000  # lines that are encoded as one batch
 
 
 def count_words(
@@ -69,15 +75,77 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") ->
         tensor([[2, 3, 1],
                 [1, 0, 0]])
     """
-    rows = []
-    for number, words in enumerate(split_words(name, lines), 1):
-        if END in words:
-            raise ValueError(
-                f"{name} must not have {END} in them, which is added at the end of each; sentence "
-                f"{number} has. Take it out."
-            )
-        rows.append(vocabulary.encode([*words, END]))
-    return Sequences.from_list(rows)
+    parts = [*_encoded(name, lines, vocabulary)]
+    if not parts:
+        raise ValueError(f"{name} is empty; wanted at least one sentence. Look at the file.")
+    codes, lengths = zip(*parts)
+    return Sequences.from_concatenated(torch.cat(codes), torch.cat(lengths))
+
+
+def write_corpus(path: FilePath, lines: Iterable[str], vocabulary: Vocabulary) -> StoredSequences:
+    """Encode sentences into a file of four bytes a token, read from there by :func:`open_corpus`.
+
+    Lines may be those of an open file: only some are in memory at a time. Of several processes one
+    writes, and all open the file.
+
+    Args:
+        path: The file, which is replaced.
+        lines: Their words are separated by white space.
+        vocabulary: As for :func:`encode`.
+
+    Raises:
+        TypeError, ValueError: As :func:`encode`.
+
+    Example:
+        >>> lines = ["a rose", ""]
+        >>> path = os.path.join(tempfile.mkdtemp(), "roses.tokens")
+        >>> data = language.write_corpus(path, lines, language.count_words(lines))
+        >>> len(data), data.num_observed, os.path.getsize(path)
+        (2, 4, 16)
+    """
+    begun = f"{os.fspath(path)}.part"
+    with open(begun, "wb") as file:
+        for codes, _ in _encoded("lines", lines, vocabulary):
+            file.write(codes.int().numpy().tobytes())
+    os.replace(begun, path)
+    return open_corpus(path, vocabulary)
+
+
+def open_corpus(path: FilePath, vocabulary: Vocabulary) -> StoredSequences:
+    """Sentences in a file of codes, which is mapped into memory and not read as a whole.
+
+    Args:
+        path: 32-bit integers, one sentence after the other, each with that of ``<eos>`` at its end:
+            as :func:`write_corpus` writes them.
+        vocabulary: That they were encoded with.
+
+    Raises:
+        ValueError: If there is no sentence, or something after the last ``<eos>``.
+    """
+    if not (size := os.path.getsize(path)) or size % 4:
+        text = f"path must be a file of 32-bit codes, at least one; {path} has {size} bytes"
+        raise ValueError(f"{text}. Make it with write_corpus.")
+    codes = np.memmap(path, np.int32, "r")
+    ends = np.flatnonzero(codes == vocabulary.index(END))
+    return StoredSequences(codes, np.diff(ends, prepend=-1))
+
+
+def _encoded(
+    name: str, lines: Iterable[str], vocabulary: Vocabulary
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Codes and lengths of some sentences at a time."""
+    rows, done = split_words(name, lines), 0
+    while some := list(islice(rows, AT_ONCE)):
+        for number, words in enumerate(some, done + 1):
+            if END in words:
+                raise ValueError(
+                    f"{name} must not have {END} in them, which is added at the end of each; "
+                    f"sentence {number} has. Take it out."
+                )
+            words.append(END)
+        done += len(some)
+        lengths = torch.tensor([*map(len, some)])
+        yield vocabulary.encode(word for words in some for word in words), lengths
 
 
 def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
@@ -107,12 +175,17 @@ def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
         yield line.removeprefix("\ufeff").split()  # a byte-order mark may begin a file
 
 
-def check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:
+def check_ends(name: str, vocabulary: Vocabulary, data: Sequences | StoredSequences) -> None:
     """Raise unless each sentence ends in ``<eos>``, has none before, and lacks no step."""
-    if not isinstance(data, Sequences):
+    if not isinstance(data, Sequences | StoredSequences):
         raise TypeError(
             f"{name} must be Sequences, as encode makes them; got {type(data).__name__}."
         )
+    for part in parts_of(data):
+        _check_ends(name, vocabulary, part)
+
+
+def _check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:
     if data.has_gaps:
         raise ValueError(f"{name} must have no missing steps. Take out the sentences with some.")
     codes, lengths = data.to_concatenated()

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..data.batches import StoredSequences
 from ..data.sequences import Sequences
 from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
 from ..infer.objective import LEFT
+from ..infer.process_group import ProcessGroup
 from ..infer.results import Fit
 from ..nn.neural import LinearDropout
 from .text import as_text, check_ends
@@ -90,7 +92,7 @@ def in_words(dropout: float | LinearDropout) -> str:
 
 def fit_sentences(
     model: Any,
-    data: Sequences,
+    data: Sequences | StoredSequences,
     validation: Sequences | None,
     sizes: tuple[int, int, int],
     options: dict[str, Any],
@@ -103,18 +105,24 @@ def fit_sentences(
         check_ends("validation", model.vocabulary, validation)
     pyro_model = MarginalModel(module)
     batching: dict[str, Any] = {"batch_tokens": batch_tokens}
-    read, first = data, copy.deepcopy(module.state_dict())
-    num_iterations = model.num_iterations(data, *sizes)
+    read: Sequences | StoredSequences = data
+    first = copy.deepcopy(module.state_dict())
+    num_iterations, num_tokens = model.num_iterations(data, *sizes), data.num_observed
+    if options.get("sharded"):  # alike in all ranks
+        found = torch.tensor([num_iterations, num_tokens])
+        group = ProcessGroup.of(options.get("group"))
+        num_iterations, num_tokens = group.most(found).tolist()
+        num_tokens *= group.size
     if isinstance(module.dropout, DefaultDropout):  # also if more epochs follow a checkpoint
         size = sum(parameter.numel() for parameter in module.parameters())
-        share = data.num_observed / size
+        share = num_tokens / size
         module.dropout = default_dropout(num_epochs, num_iterations, share)
         module.num_drawn.zero_()
     if model.contiguous:
         steps = max(1, batch_tokens // num_streams)
         pyro_model = StatefulModel(module, num_streams)
         batching = {"windows": (num_streams, steps)}
-        read = as_text(data)
+        read = as_text(data) if isinstance(data, Sequences) else StoredSequences(data.values, None)
         validation = None if validation is None else as_text(validation, num_streams)
     fit = fit_map(
         pyro_model,

@@ -23,7 +23,7 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.data import StoredSequences
-from pyrohmm.data.batches import Batches, in_parts
+from pyrohmm.data.batches import Batches
 
 LENGTHS = torch.randint(1, 20, (30,), generator=torch.Generator().manual_seed(0))
 M = int(LENGTHS.sum())
@@ -78,24 +78,55 @@ def test_minibatches_of_one_part_are_those_of_all(name):
         torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-12)
 
 
-def test_minibatches_of_parts_have_each_sequence_once_a_round():
-    whole, stored = both_ways(SYMBOLS)
-    parts, batches = list(stored), Batches(in_parts(stored), 2)
-
-    def rows_of(data):
-        return [values[:n].tolist() for values, n in zip(data.values, data.lengths)]
-
+@pytest.mark.parametrize("size", [{"batch_size": 2}, {"batch_tokens": 25}])
+def test_minibatches_of_parts_have_each_sequence_once_a_round(size):
+    """In another order of the parts each time; their losses, averaged, are that of the whole."""
+    whole, stored = both_ways(np.arange(M))
+    batches, firsts = Batches(stored, **size), set()
     for _ in range(3):
         taken = []
         while not taken or not batches.at_end_of_round:
-            batch = batches.take()
-            assert len(batch) <= 2
-            assert batch.total == len(whole)
-            assert any(all(row in rows_of(part) for row in rows_of(batch)) for part in parts)
-            taken += rows_of(batch)
-        assert sorted(taken) == sorted(rows_of(whole))
-    with pytest.raises(ValueError, match="batch_size must be None where all parts of data"):
-        fit_map(MarginalModel(MODULES["symbols"][0]()), stored, batch_size=2)
+            taken.append(batches.take())
+        assert (
+            torch.cat([batch.packed("values") for batch in taken])
+            .sort()
+            .values.equal(torch.arange(M))
+        )
+        assert sum(len(batch) for batch in taken) == len(whole)
+        assert all(part.lengths.sum() <= 60 for part in taken)
+        firsts.add(int(taken[0].packed("values")[0]))
+        weights = {batch.total / len(batch) for batch in taken}
+        assert "batch_size" in size or weights == {len(taken)}
+    assert len(firsts) > 1
+
+
+def test_windows_of_what_is_stored_are_those_in_memory():
+    whole, stored = both_ways(np.arange(M).astype(np.int32))
+    assert stored.first.packed("values").dtype == torch.long
+    torch.manual_seed(0)
+    here, there = (Batches(data, windows=(3, 7)) for data in (whole, stored))
+    for batches in (here, there):
+        batches.generator = torch.Generator().manual_seed(0)
+    for _ in range(40):
+        one, other = here.take(), there.take()
+        assert one.total == other.total
+        for name in ("values", "lengths", "streams", "begins"):
+            assert getattr(one, name).equal(getattr(other, name))
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_tokens": 25}, {"windows": (3, 7)}])
+def test_what_is_left_of_a_round_is_restored(options):
+    whole, stored = both_ways(SYMBOLS)
+    for data in (whole, stored):
+        first, later = (Batches(data, **options) for _ in range(2))
+        torch.manual_seed(0)
+        for _ in range(5):
+            first.take()
+        state, random = first.state(), torch.get_rng_state()
+        expected = [first.take().packed("values") for _ in range(40)]
+        later.restore(state)
+        torch.set_rng_state(random)
+        assert all(later.take().packed("values").equal(values) for values in expected)
 
 
 def test_em_over_parts_with_labels_restarts_and_a_prior_of_transitions():
