@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from .._checks import check_integers, check_range, check_shape, check_size
-from ..data.batches import Parts, StoredSequences, in_parts, parts_of
+from ..data.parts import Parts, StoredSequences, in_parts, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM

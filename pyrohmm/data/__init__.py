@@ -10,7 +10,8 @@ Its modules; each imports only those above it:
 ``packed``       rows of sequences one after another; padded, selected, cut into buckets
 ``sequences``    ``Sequences``: made of arrays, lists and tables
 ``movement``     step lengths and turning angles of animals
-``batches``      minibatches; ``Parts``: sequences that do not fit into memory at once
+``parts``        ``StoredSequences``, ``Parts``: sequences that do not fit into memory at once
+``batches``      minibatches, and the shares of ranks
 ``readers``      files of text, with their vocabularies
 ``formulas``     design matrices of covariates from formulas
 ``datasets``     simulated data, English that comes with Python
@@ -18,8 +19,8 @@ Its modules; each imports only those above it:
 
 from . import datasets as datasets
 from . import readers as readers
-from .batches import StoredSequences as StoredSequences
 from .formulas import formulas as formulas
 from .movement import movement as movement
+from .parts import StoredSequences as StoredSequences
 from .sequences import Sequences as Sequences
 from .vocabulary import Vocabulary as Vocabulary

@@ -28,7 +28,7 @@ from .._choices import CACHED
 from .._transforms import exporting, opaque, tensors_of, transforming, uncompiled
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
-from ..data.batches import StoredSequences
+from ..data.parts import StoredSequences
 from ..data.sequences import Sequences, check_sequences
 from ..ops.log_space import step_mask
 from .autoregressive import Autoregressive, AutoregressiveCategorical

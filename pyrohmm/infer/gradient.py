@@ -16,7 +16,7 @@ from torch import nn
 
 from .._checks import check_size
 from .._choices import first_values
-from ..data.batches import Parts, first_sequence, parts_of
+from ..data.parts import Parts, first_sequence, parts_of
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import with_past
 from ..distributions.sparse import interior
@@ -133,9 +133,7 @@ def fit_map(
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
-        data: The sequences; or an iterable of such, such as
-            :class:`pyrohmm.data.StoredSequences`, whose gradients are added at each step, or of
-            which each minibatch is a part.
+        data: The sequences; or an iterable of such, whose gradients are added at each step.
         num_iterations: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.

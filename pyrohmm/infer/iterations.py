@@ -14,7 +14,8 @@ from torch import Tensor
 from .._choices import threads_for
 from .._sync import guessing
 from ..chains.base import ExpectedCounts
-from ..data.batches import Batches, Parts, parts_of
+from ..data.batches import Batches
+from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .descent import copy_values

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from .._checks import broadcast_shapes
-from ..data.batches import Parts, Window, parts_of
+from ..data.batches import Window
+from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import CHECKED

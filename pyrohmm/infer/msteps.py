@@ -21,7 +21,7 @@ from torch import Tensor
 from .._checks import check_size
 from .._imports import imported
 from .._sync import read_with_one_wait
-from ..data.batches import Parts, parts_of
+from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM

@@ -16,7 +16,7 @@ from torch.distributions import Dirichlet, Distribution, Independent, transform_
 
 from .._choices import first_values
 from .._transforms import NOTHING, tensors_of
-from ..data.batches import Parts
+from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule

@@ -18,7 +18,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from ..data.batches import Parts, dealt, in_parts
+from ..data.batches import dealt
+from ..data.parts import Parts, in_parts
 from ..data.sequences import Sequences
 from ..io.files import comparable, difference, digits, fingerprint
 

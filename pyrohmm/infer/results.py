@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from .._checks import check_probs, check_size
-from ..data.batches import Parts
+from ..data.parts import Parts
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.forecast import Forecast
 from ..distributions.hard_zeros import bounds

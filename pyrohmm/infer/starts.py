@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._choices import first_values
 from ..chains.base import ExpectedCounts
-from ..data.batches import parts_of
+from ..data.parts import parts_of
 from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM

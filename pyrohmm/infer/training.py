@@ -24,7 +24,8 @@ from torch import Tensor
 from .._choices import first_values, threads_for
 from .._precision import full_precision
 from .._sync import with_one_wait
-from ..data.batches import Batches, Parts, first_sequence, parts_of, weighted
+from ..data.batches import Batches
+from ..data.parts import Parts, first_sequence, parts_of, weighted
 from ..data.sequences import Sequences, check_sequences
 from ..io.files import identity_of, random_states, set_random_states
 from ..nn.base import HMMModule, in_mode

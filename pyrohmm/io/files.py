@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributions.utils import lazy_property
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from ..data.batches import Parts
+from ..data.parts import Parts
 from ..data.readers import FilePath
 from ..data.sequences import Sequences
 

@@ -24,13 +24,12 @@ import torch
 from torch import Tensor
 
 from .._checks import check_range, check_shape, check_size
-from ..data.batches import StoredSequences, parts_of
-from ..data.sequences import Sequences
+from ..data.parts import parts_of
 from ..data.vocabulary import Vocabulary
 from ..infer.cooccurrence import count_pairs
 from ..ops import brown_merges
 from ..ops.pairs import Pairs
-from .text import END, check_ends
+from .text import END, Sentences, check_ends
 
 
 class Clusters(NamedTuple):
@@ -186,7 +185,7 @@ def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
 
 
 def find_clusters(
-    data: Sequences | StoredSequences,
+    data: Sentences,
     vocabulary: Vocabulary,
     num_clusters: int,
     progress: bool | None = None,

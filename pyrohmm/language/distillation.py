@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..analysis.queries import predictive_log_prob
-from ..data.batches import Parts, in_parts
+from ..data.parts import Parts, in_parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.em import fit_em

@@ -21,7 +21,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..analysis.queries import predictive_log_prob
-from ..data.batches import StoredSequences, batches_in_round, cut_by_steps
+from ..data.batches import batches_in_round, cut_by_steps
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..distributions.block_hmm import BlockHMM
@@ -35,7 +35,16 @@ from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
 from . import clusters, text
 from .steering import Steering
-from .text import END, UNKNOWN, as_text, check_ends, next_states, sample_sentences, split_words
+from .text import (
+    END,
+    UNKNOWN,
+    Sentences,
+    as_text,
+    check_ends,
+    next_states,
+    sample_sentences,
+    split_words,
+)
 from .training import DefaultDropout, fit_sentences, in_words
 
 PADDED = 64  # largest number of states, those of all blocks padded, for each number in a file
@@ -121,7 +130,7 @@ class LanguageModel:
     def from_data(
         cls,
         vocabulary: Vocabulary,
-        data: Sequences | StoredSequences,
+        data: Sentences,
         num_states: int = 4096,
         num_clusters: int = 128,
         hidden_dim: int = 256,
@@ -131,8 +140,8 @@ class LanguageModel:
 
         Args:
             vocabulary: The V words.
-            data: Sentences that end in ``<eos>``, as :func:`encode` makes them, or
-                :func:`write_corpus`; they determine clusters and their sizes only.
+            data: Sentences that end in ``<eos>``, as :func:`encode` or :func:`write_corpus` makes
+                them; they determine clusters and their sizes only.
             num_states: K, divided among the clusters.
             num_clusters: C, of words, as for :func:`find_clusters`; that of ``<eos>`` is one.
             hidden_dim: D, of embeddings.
@@ -161,7 +170,7 @@ class LanguageModel:
 
     def fit(
         self,
-        data: Sequences | StoredSequences,
+        data: Sentences,
         validation: Sequences | None = None,
         *,
         num_epochs: int = 10,
@@ -186,8 +195,7 @@ class LanguageModel:
         (truncated backpropagation, see :class:`pyrohmm.StatefulModel`).
 
         Args:
-            data: Sentences to learn from, as :func:`encode` makes them, or :func:`write_corpus`,
-                which need not fit into memory.
+            data: Sentences to learn from, as :func:`encode` or :func:`write_corpus` makes them.
             validation: Held-out sentences, evaluated after every round and after the last step.
             num_epochs: Number of rounds, about.
             batch_tokens: Largest number of tokens in a minibatch, padding included.
@@ -210,11 +218,7 @@ class LanguageModel:
         )  # fmt: skip
 
     def num_iterations(
-        self,
-        data: Sequences | StoredSequences,
-        num_epochs: int = 10,
-        batch_tokens: int = 2048,
-        num_streams: int = 16,
+        self, data: Sentences, num_epochs: int = 10, batch_tokens: int = 2048, num_streams: int = 16
     ) -> int:
         """The number of gradient steps of :meth:`fit` with these arguments."""
         if not self.contiguous:

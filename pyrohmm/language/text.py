@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_range, check_size
-from ..data.batches import StoredSequences, parts_of
+from ..data.parts import StoredSequences, parts_of
 from ..data.readers import FilePath
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary
@@ -22,6 +22,7 @@ from ..ops.blocks.inner_products import InnerProductTransition
 
 END = "<eos>"
 UNKNOWN = "<unk>"
+Sentences = Sequences | StoredSequences
 AT_ONCE = 10_000  # lines that are encoded as one batch
 
 
@@ -175,7 +176,7 @@ def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
         yield line.removeprefix("\ufeff").split()  # a byte-order mark may begin a file
 
 
-def check_ends(name: str, vocabulary: Vocabulary, data: Sequences | StoredSequences) -> None:
+def check_ends(name: str, vocabulary: Vocabulary, data: Sentences) -> None:
     """Raise unless each sentence ends in ``<eos>``, has none before, and lacks no step."""
     if not isinstance(data, Sequences | StoredSequences):
         raise TypeError(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..data.batches import StoredSequences
+from ..data.parts import StoredSequences
 from ..data.sequences import Sequences
 from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
@@ -17,7 +17,7 @@ from ..infer.objective import LEFT
 from ..infer.process_group import ProcessGroup
 from ..infer.results import Fit
 from ..nn.neural import LinearDropout
-from .text import as_text, check_ends
+from .text import Sentences, as_text, check_ends
 
 FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)
 BEGIN, END = 0.5, 0.25  # of the share with more
@@ -92,7 +92,7 @@ def in_words(dropout: float | LinearDropout) -> str:
 
 def fit_sentences(
     model: Any,
-    data: Sequences | StoredSequences,
+    data: Sentences,
     validation: Sequences | None,
     sizes: tuple[int, int, int],
     options: dict[str, Any],
@@ -105,7 +105,7 @@ def fit_sentences(
         check_ends("validation", model.vocabulary, validation)
     pyro_model = MarginalModel(module)
     batching: dict[str, Any] = {"batch_tokens": batch_tokens}
-    read: Sequences | StoredSequences = data
+    read: Sentences = data
     first = copy.deepcopy(module.state_dict())
     num_iterations, num_tokens = model.num_iterations(data, *sizes), data.num_observed
     if options.get("sharded"):  # alike in all ranks

@@ -22,7 +22,8 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.data import StoredSequences
-from pyrohmm.data.batches import Batches, as_share, dealt
+from pyrohmm.data.batches import Batches, dealt
+from pyrohmm.data.parts import as_share
 from pyrohmm.infer.process_group import ProcessGroup
 
 RANDOM = np.random.default_rng(0)
