@@ -331,9 +331,7 @@ class Training(FitLoop):
             self.pieces = [*moved]
         return self.pieces or moved
 
-    def _gradient(
-        self, piece: Sequences, weight: float
-    ) -> tuple[Tensor, Tensor | None, list[Any]]:
+    def _gradient(self, piece: Sequences, weight: float) -> tuple[Tensor, Tensor | None, list[Any]]:
         """Loss of a piece, its parts, and its gradient, None by what it does not depend on."""
         device, dtype = self.precision
         with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
