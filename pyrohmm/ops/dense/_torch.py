@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -58,7 +56,7 @@ def scaled(
     back = differentiable or not on_cpu or not _is_safe(chain, dtype)
     alpha, total, beta, probs = _messages(initial, transition, weight, last, back)
     logs, mass, least = total.double().log().add_(peak), total, limits.tiny / limits.eps
-    if beta is not None:
+    if back:
         gamma = alpha * beta
         agreement = gamma.sum(-1, keepdim=True)
         mass, least = total * agreement, least * 3 * steps
@@ -71,7 +69,7 @@ def scaled(
     mass = mass / probs.amax().clamp(min=1.0) if probs.numel() else mass
     if not exceeds(mass.amin(), num_states * least):
         exact = (mass > num_states * least).all(0).squeeze(-1)
-    if beta is None:
+    if not back:
         return evidence, exact, lambda _: None
     for part in (gamma, message):
         if padded is not None:
@@ -128,7 +126,7 @@ def _is_safe(chain: Groups, dtype: torch.dtype) -> bool:
 
 def _messages(
     log_initial: Tensor, log_transition: Tensor, weight: Tensor, last: Tensor | None, back: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled messages, in one kernel, by parallel chunks of few long sequences, or step by step."""
     steps, groups, size, num_states = weight.shape
     if weight.numel() > 0 and pick(weight.device, num_states <= WIDEST) is TRITON:
@@ -145,7 +143,7 @@ def _messages(
 
 def _by_chunks(
     log_initial: Tensor, log_transition: Tensor, weight: Tensor, back: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor] | None:
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """Scaled messages by parallel chunks of steps; None if rounding spoils them.
 
     A first pass goes through each chunk from every state, so K times as much. A prefix sum
@@ -170,15 +168,11 @@ def _by_chunks(
     begin = torch.cat([start.unsqueeze(0), filters[:-1] @ matrix.squeeze(1)])
     after = after_all.clamp(min=(num_states + 2) * torch.finfo(weight.dtype).tiny)
     begin, after = (part.transpose(0, 1).flatten(1, 2).to(weight) for part in (begin, after))
-    parts = begin.log(), log_transition, inside.flatten(2, 3), last, back, after
-    *found, probs = _by_steps(*parts)
-
-    def join(part: Tensor | None) -> Any:  # (L, G, C n, *)
-        if part is None:
-            return None
-        return part.unflatten(2, (chunks, size)).movedim(2, 0).flatten(0, 1)[:steps]
-
-    alpha, total, beta = map(join, found)
+    inside = inside.flatten(2, 3)
+    *found, probs = _by_steps(begin.log(), log_transition, inside, last, back, after)
+    alpha, total, beta = (  # of (L, G, C n, *)
+        part.unflatten(2, (chunks, size)).movedim(2, 0).flatten(0, 1)[:steps] for part in found
+    )
     if not _agree(alpha[length - 1 :: length], filters[: steps // length]):
         return None
     if back:
@@ -248,7 +242,7 @@ def _by_steps(
     last: Tensor | None,
     back: bool,
     after: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled forward and backward messages, four kernels a step.
 
     On that way each probability is larger by as much as a product may lose, so that no message is
@@ -265,7 +259,7 @@ def _by_steps(
 
     Returns:
         Forward messages ``(T, G, n, K)`` and their norms ``(T, G, n, 1)``; backward messages,
-        ``(T, G, n, K)``, if they are wanted; transition probabilities.
+        ``(T, G, n, K)``, or none of them, ``(T, 0, n, K)``; transition probabilities.
     """
     steps, groups, num_states, _ = log_transition.shape
     ways = 1 + back
@@ -286,23 +280,22 @@ def _by_steps(
     torch.exp(log_initial, out=arrived[0, :groups])
     arrived[0, groups:].fill_(1.0)
     shared = state[0].numel() >= SHARED and torch.get_num_threads() > 1
+    before, last_matrix = state[0], len(matrices) - 1
     for t in range(len(weight)):
+        reached, here, total = arrived[t], state[t], norm[t]
         if t > 0:
-            matrix = matrices[t - 1 if len(matrices) > 1 else 0]
-            torch.bmm(state[t - 1], matrix, out=arrived[t])
+            torch.bmm(before, matrices[min(t - 1, last_matrix)], out=reached)
         if restart is None:
-            torch.mul(arrived[t], seen[t], out=state[t])
+            torch.mul(reached, seen[t], out=here)
         else:
-            torch.addcmul(restart[t], arrived[t], seen[t], out=state[t])
-        torch.sum(state[t], -1, keepdim=True, out=norm[t])
-        state[t].div_(norm[t])
+            torch.addcmul(restart[t], reached, seen[t], out=here)
+        torch.sum(here, -1, keepdim=True, out=total)
+        before = here.div_(total)
         if shared:
-            _normal(state[t])
-    beta = None
-    if back:
-        beta = arrived[:, groups:].flip(0)
-        if last is not None:
-            beta = beta.masked_fill_(last, 1.0) if after is None else torch.where(last, after, beta)
+            _normal(here)
+    beta = arrived[:, groups:].flip(0)
+    if back and last is not None:
+        beta = beta.masked_fill_(last, 1.0) if after is None else torch.where(last, after, beta)
     return state[:, :groups], norm[:, :groups], beta, transition
 
 

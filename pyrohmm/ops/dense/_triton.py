@@ -72,7 +72,7 @@ def options(dtype: torch.dtype, num_states: int) -> dict[str, Any]:
 
 def messages(
     log_initial: Tensor, log_transition: Tensor, weight: Tensor, last: Tensor | None, back: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled forward and backward messages: see :func:`._torch._by_steps`.
 
     Both ways of each sequence are programs of one launch.
@@ -87,4 +87,4 @@ def messages(
             EACH=len(transition) != 1, RAGGED=back and last is not None,
             **options(weight.dtype, num_states),
         )  # fmt: skip
-    return message[0], norm, message[1] if back else None, transition
+    return message[0], norm, message[-1][:, : groups * back], transition
