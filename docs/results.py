@@ -814,10 +814,15 @@ GPU_METHODS = {
 }
 
 
+def _measured(part: str) -> list[Row]:
+    """Rows of a part that did not fail."""
+    return [row for row in rows("gpu_throughput", part=part) if "skipped" not in row]
+
+
 def _gpu_rows(part: str) -> dict[tuple[str, str], list[Row]]:
     """Rows of a part by date and shape."""
     found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows("gpu_throughput", part=part):
+    for row in _measured(part):
         shape = " x ".join(map(str, row["shape"]))
         found.setdefault((row["date"], f"{row.get('emission', 'categorical')} {shape}"), [])
         found[row["date"], f"{row.get('emission', 'categorical')} {shape}"].append(row)
@@ -862,7 +867,7 @@ def gpu_fits_table() -> str:
     body = [
         [row["date"], row["fit"], " x ".join(map(str, row.get("shape", []))) or DASH,
          plain(1e3 * row["seconds"])]
-        for row in rows("gpu_throughput", part="fits")
+        for row in _measured("fits")
     ]  # fmt: skip
     for (date, shape), found in _gpu_rows("em").items():
         body.append([date, "EM", shape, plain(1e3 * found[0]["seconds"])])
@@ -873,7 +878,7 @@ def gpu_tokens_table() -> str:
     """Tokens a second of dense HMMs on a GPU."""
     body = [
         [row["date"], f"{row['states']:,}", row["method"], f"{row['tokens_a_second'] / 1e6:.2f}"]
-        for row in rows("gpu_throughput", part="tokens")
+        for row in _measured("tokens")
     ]
     return table(["date", "K", "", "million tokens a second"], body)
 
@@ -881,7 +886,7 @@ def gpu_tokens_table() -> str:
 def gpu_neural_table() -> str:
     """Milliseconds of a step of training of a neural HMM on a GPU."""
     body = []
-    for row in rows("gpu_throughput", part="neural"):
+    for row in _measured("neural"):
         dropped = f"{percent(row['dropout'], 0)} %" if "dropout" in row else "not recorded"
         busy = plain(1e3 * row["device_seconds"]) if "device_seconds" in row else DASH
         kernels = f"{row['kernels']:,.0f}" if "kernels" in row else DASH

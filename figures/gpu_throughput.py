@@ -321,7 +321,7 @@ def draw(rows: list[Row]) -> None:
     found = {
         (*r["shape"], r["method"]): r
         for r in rows
-        if r["part"] == "evidence" and r["emission"] == "categorical" and "seconds" in r
+        if r["part"] == "evidence" and r.get("emission") == "categorical" and "seconds" in r
     }
     shown = [method for method in dict.fromkeys(key[-1] for key in found) if "log" not in method]
     places = list(dict.fromkeys(key[:-1] for key in found))

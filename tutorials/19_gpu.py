@@ -175,7 +175,7 @@ for t in range(3):
 # | 32, 64, 1024, 1000 | 11.0 | 115 | many states: the GPU |
 #
 # The package has changed since, in order to launch fewer kernels, and has not been timed on a GPU
-# again: measure your own shape, as above. What will remain is the order of the rows. A GPU pays for
-# hundreds of states or more, for emissions that are networks, and for thousands of sequences or
-# restarts at once. The guide's page on devices says what memory large models
-# take, and how several GPUs share a fit.
+# again: measure your own shape, as above. In these numbers a GPU paid for a thousand states, and
+# not for a hundred or fewer. It should also pay for emissions that are networks, and for thousands
+# of sequences or restarts at once, which was not measured. The guide's page on devices says what
+# memory large models take, and how several GPUs share a fit.
