@@ -1330,7 +1330,17 @@ def language_numbers() -> dict[str, str]:
         for line in result("language_models")["summary"]
         if len(line["seeds"]) > 1
     ]
+    alone_mixed, counted, mixed = (
+        one("ngram_emission", name=name)["test_perplexity"]
+        for name in ("plain", "n-gram", "emission and transition")
+    )
     return {
+        "mixed": f"{plain(alone_mixed)} to {plain(mixed)}",
+        "mixed_ngram": plain(counted),
+        "dropout_40": " and ".join(
+            f"{plain(row['perplexity'])} with dropout {row['dropout']}"
+            for row in rows("dropout", part="40%")
+        ),
         "parameters": millions(**BEST),
         "seeds": f"{percent(max(spread))} %",
         "best": str(len(alone)),

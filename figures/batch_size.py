@@ -24,7 +24,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import arguments, earlier, pyplot, save, write
 from common.text import Text, brown, read
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -118,8 +118,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     axis.yaxis.set_major_formatter("{x:,g}")
     axis.yaxis.set_minor_formatter("{x:,g}")
     axis.legend(title="each batch has")
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    save(figure, NAME)
 
 
 def main() -> None:

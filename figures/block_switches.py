@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
+from common import arguments, earlier, interleaved, pyplot, ratio, save, write
 
 from pyrohmm import blocks
 from pyrohmm.chains import blocks as block_chains
@@ -101,8 +101,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.legend(loc="lower left")
     axis.set_ylabel("time, whole matrix / pairs of blocks")
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    save(figure, NAME)
 
 
 def main() -> None:

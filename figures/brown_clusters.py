@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import FOLDER, arguments, earlier, public_files, pyplot, write
+from common import arguments, earlier, public_files, pyplot, save, write
 
 from pyrohmm import datasets, readers
 from pyrohmm.infer.cooccurrence import count_pairs
@@ -130,8 +130,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         panel.set_xlabel("clusters")
     axes[0].set_yscale("log")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    figure.savefig(FOLDER / "brown_clusters.png", dpi=150)
-    plt.close(figure)
+    save(figure, "brown_clusters")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, earlier, pyplot, write
+from common import earlier, pyplot, save, write
 from pyro.distributions import Dirichlet, Gamma, Normal, Poisson
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from pyro.poutine.messenger import Messenger
@@ -159,6 +159,7 @@ def by_laplace(module: Any, data: Sequences) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in information.values_at(u.mT).items()}
 
 
+TOP = 2.8  # of the panels of the picture
 APPROXIMATED = ["poisson", "categorical"]
 SAMPLERS: dict[str, tuple[Any, list[str]]] = {
     "gibbs": (by_gibbs, [name for name in MODELS if MODELS[name] is not subjects]),
@@ -194,29 +195,41 @@ def measure(sampler: str, model: str, count: int, seed: int = 0) -> dict[str, An
 
 def draw(rows: list[dict[str, Any]]) -> None:
     """Ranks of the worst statistic of each sampler of each model, and where 99 % of bars are."""
-    plt, columns = pyplot(), 8
-    groups = [[row for row in rows if row["sampler"] == sampler] for sampler in SAMPLERS]
-    lines = [group[i : i + columns] for group in groups for i in range(0, len(group), columns)]
-    _, axes = plt.subplots(
-        len(lines), columns, figsize=(10, 1.35 * len(lines)), sharex=True, sharey=True,
+    plt, columns = pyplot(), 7
+    order = list(SAMPLERS)
+    rows = sorted(rows, key=lambda row: order.index(row["sampler"]))
+    lines = -(-len(rows) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(10, 1.7 * lines + 0.8), sharex=True, sharey=True,
         layout="constrained", squeeze=False,
     )  # fmt: skip
-    for line, panels in zip(lines, axes):
-        for panel in panels[len(line) :]:
-            panel.set_axis_off()
-        panels[0].set_ylabel(line[0]["sampler"].replace(" ", "\n"))
-        for row, panel in zip(line, panels):
-            name, counts = min(
-                row["histograms"].items(), key=lambda item: stats.chisquare(item[1]).pvalue
-            )
-            expected = row["data_sets"] / BINS
-            low, high = stats.binom.interval(0.99, row["data_sets"], 1 / BINS)
-            panel.axhspan(low / expected, high / expected, color="lightgray", zorder=0)
-            colour = "tab:red" if row["p"] < 0.01 else "tab:blue"
-            panel.bar(range(BINS), [count / expected for count in counts], 0.9, color=colour)
-            panel.set_title(f"{row['model']}\n{name.split('.')[-1]}", fontsize=8)
-            panel.set(xticks=[], yticks=[0, 1, 2], ylim=(0, 2.8))
-    plt.savefig(FOLDER / "calibration.png", dpi=150)
+    for panel in axes.flat[len(rows) :]:
+        panel.set_axis_off()
+    for row, panel in zip(rows, axes.flat):
+        name, counts = min(
+            row["histograms"].items(), key=lambda item: stats.chisquare(item[1]).pvalue
+        )
+        expected = row["data_sets"] / BINS
+        low, high = stats.binom.interval(0.99, row["data_sets"], 1 / BINS)
+        panel.axhspan(low / expected, high / expected, color="lightgray", zorder=0)
+        colour = "tab:red" if row["p"] < 0.01 else "tab:blue"
+        heights = [count / expected for count in counts]
+        panel.bar(range(BINS), heights, 0.9, color=colour)
+        for place, height in enumerate(heights):
+            if height > TOP:
+                panel.text(place + 0.6, TOP, f"{height:.1f}", va="top", fontsize=8)
+        title = row["sampler"].replace("gibbs", "Gibbs").replace("hmc", "HMC")
+        title = title.replace("svi", "SVI").replace("laplace", "Laplace")
+        what = "log density" if name == "lp" else name.split(".")[-1]
+        panel.set_title(f"{title}\n{row['model']}: {what}", fontsize=8)
+        panel.set(xticks=[0, BINS - 1], xticklabels=["low", "high"], ylim=(0, TOP))
+    figure.supxlabel("rank of the true value among the samples, in eight bins", fontsize=10)
+    figure.supylabel("data sets in the bin / expected number", fontsize=10)
+    plain = plt.Rectangle((0, 0), 1, 1, color="tab:blue"), "p at least 0.01"
+    wrong = plt.Rectangle((0, 0), 1, 1, color="tab:red"), "p below 0.01: not calibrated"
+    bounds = plt.Rectangle((0, 0), 1, 1, color="lightgray"), "99 % of bars, if calibrated"
+    figure.legend(*zip(plain, wrong, bounds), loc="outside upper center", ncols=3)
+    save(figure, "calibration")
 
 
 def main() -> None:

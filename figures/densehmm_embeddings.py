@@ -4,7 +4,7 @@ The first part is a clock, as in Fig. 1 of the paper (whose example is not speci
 that follow each other, each of which emits some of eight symbols around a dial. Two dimensions
 suffice to represent the dial. The second part fits the 5,000 most frequent words of WikiText-2 and
 lists nearest neighbours. Writes ``densehmm_embeddings.json``, ``densehmm_embeddings.png`` and
-``densehmm_words.png``; the embeddings themselves are not stored, so there is no ``--draw``.
+``densehmm_words.png``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, public_files, write
-from matplotlib import pyplot as plt
+from common import arguments, earlier, public_files, pyplot, save, write
 from pyro import poutine
 from pyro.distributions import Categorical
 from torch import Tensor
@@ -57,8 +56,8 @@ def clock(num_sequences: int) -> tuple[HMM, Sequences]:
     return truth, Sequences(truth.sample(), lengths)
 
 
-def draw_clock(quick: bool) -> list[dict[str, Any]]:
-    """Fit the clock, plot its embeddings, and report nats per step."""
+def clock_rows(quick: bool) -> list[dict[str, Any]]:
+    """Fit the clock, and report nats per step and its embeddings."""
     pyro.set_rng_seed(1)
     truth, data = clock(10 if quick else 100)
     module = DenseHMM(HOURS, SYMBOLS, dim=2)
@@ -77,19 +76,17 @@ def draw_clock(quick: bool) -> list[dict[str, Any]]:
         hours.append(int(order[hours[-1]]))
     hours += [hour for hour in range(HOURS) if hour not in hours]
 
-    figure, grid = plt.subplots(2, 4, figsize=(11, 5.6), layout="constrained")
-    rows = [(before, untrained, list(range(HOURS)), "before"), (after, trained, hours, "after")]
-    for axes, (values, hmm, rank, when) in zip(grid, rows):
-        _vectors(axes[0], values["leave"][rank], values["enter"][rank], "leave", "enter")
-        _matrix(axes[1], hmm.log_transition.exp()[rank][:, rank], "to state", "from state")
-        _vectors(axes[2], values["emit"][rank], values["symbol"], "emit", "symbol")
-        _matrix(axes[3], hmm.emission.probs[rank], "symbol", "state")
-        axes[0].set_ylabel(when, fontsize=13)
-    for axes, title in zip(grid[0], ("state embeddings", "A", "emission embeddings", "B")):
-        axes.set_title(title)
-    if not quick:
-        figure.savefig(FOLDER / "densehmm_embeddings.png", dpi=150)
-    plt.close(figure)
+    stages = [(before, untrained, list(range(HOURS)), "before"), (after, trained, hours, "after")]
+    pictures = [
+        {
+            "part": "clock picture", "when": when,
+            **{name: values[name][rank].tolist() for name in ("leave", "enter", "emit")},
+            "symbol": values["symbol"].tolist(),
+            "transition": hmm.log_transition.exp()[rank][:, rank].tolist(),
+            "emission": hmm.emission.probs[rank].tolist(),
+        }
+        for values, hmm, rank, when in stages
+    ]  # fmt: skip
     count = data.num_observed
     reached = {
         "truth": truth.log_prob(data.values).sum().item(),
@@ -97,16 +94,46 @@ def draw_clock(quick: bool) -> list[dict[str, Any]]:
         "co-occurrence": pairs.hmm(data).log_prob(data.values).sum().item(),
         "EM after it": trained.log_prob(data.values).sum().item(),
     }
-    return [
+    reports = [
         {"part": "clock", "fit": name, "nats_per_step": -value / count, "steps": count}
         for name, value in reached.items()
     ]
+    return reports + pictures
 
 
-def _vectors(axes: Any, first: Tensor, second: Tensor, name: str, other: str) -> None:
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Embeddings and matrices of the clock before and after; similarities of words."""
+    plt = pyplot()
+    plain = {"axes.grid": False, "axes.spines.top": True, "axes.spines.right": True}
+    with plt.rc_context(plain):
+        figure, grid = plt.subplots(2, 4, figsize=(10, 5.4), layout="constrained")
+        stages = [row for row in rows if row["part"] == "clock picture"]
+        for axes, row in zip(grid, stages):
+            _vectors(axes[0], row, "leave", "enter")
+            _matrix(axes[1], row["transition"], "to state", "from state")
+            _vectors(axes[2], row, "emit", "symbol")
+            image = _matrix(axes[3], row["emission"], "symbol", "state")
+            axes[0].set_ylabel(f"{row['when']} the fit", fontsize=12)
+        titles = "embeddings of states", "transition matrix A", "of emissions", "emission matrix B"
+        for axes, title in zip(grid[0], titles):
+            axes.set_title(title)
+        figure.colorbar(image, ax=grid, label="probability", aspect=40)
+        save(figure, "densehmm_embeddings")
+
+        (row,) = (row for row in rows if row["part"] == "cosines")
+        figure, axes = plt.subplots(figsize=(7.5, 6.5), layout="constrained")
+        picture = axes.imshow(row["cosines"], vmin=-1.0, vmax=1.0, cmap="RdBu_r")
+        axes.set_xticks(range(len(row["words"])), row["words"], rotation=90, fontsize=8)
+        axes.set_yticks(range(len(row["words"])), row["words"], fontsize=8)
+        axes.set_title("words and their nearest neighbours")
+        figure.colorbar(picture, ax=axes, shrink=0.8, label="cosine of their profiles")
+        save(figure, "densehmm_words")
+
+
+def _vectors(axes: Any, row: dict[str, Any], name: str, other: str) -> None:
     """Two kinds of embeddings as numbered arrows."""
-    for kind, points, label in (("C0", first, name), ("C3", second, other)):
-        for index, (x, y) in enumerate(points.tolist()):
+    for kind, label in (("C0", name), ("C3", other)):
+        for index, (x, y) in enumerate(row[label]):
             axes.annotate("", (x, y), (0, 0), arrowprops={"arrowstyle": "->", "color": kind})
             size = math.hypot(x, y) or 1.0
             axes.annotate(
@@ -114,16 +141,18 @@ def _vectors(axes: Any, first: Tensor, second: Tensor, name: str, other: str) ->
                 color=kind, ha="center", va="center", fontsize=9,
             )  # fmt: skip
         axes.plot([], [], color=kind, label=label)
-    reach = 1.25 * max(part.abs().max().item() for part in (first, second))
+    reach = 1.25 * max(abs(x) for label in (name, other) for point in row[label] for x in point)
     axes.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1), "ncols": 2}
     axes.legend(fontsize=9, frameon=False, handlelength=1.0, **place)
 
 
-def _matrix(axes: Any, matrix: Tensor, columns: str, rows: str) -> None:
-    axes.imshow(matrix.numpy(), vmin=0.0, vmax=1.0, cmap="Blues", aspect="auto")
-    axes.set_xlabel(columns)
-    axes.set_ylabel(rows)
+def _matrix(axes: Any, matrix: list[list[float]], columns: str, rows: str) -> Any:
+    image = axes.imshow(matrix, vmin=0.0, vmax=1.0, cmap="Blues", aspect="auto")
+    axes.set_xticks(range(len(matrix[0])))
+    axes.set_yticks(range(len(matrix)))
+    axes.set(xlabel=columns, ylabel=rows)
+    return image
 
 
 def words(quick: bool) -> tuple[Sequences, readers.Vocabulary, str]:
@@ -159,8 +188,8 @@ def neighbours(points: Tensor, vocabulary: readers.Vocabulary, word: str, count:
     return [vocabulary[place] for place in nearest.tolist() if place != index][:count]
 
 
-def draw_words(quick: bool) -> list[dict[str, Any]]:
-    """Fit words, list neighbours of some, and plot their similarities."""
+def word_rows(quick: bool) -> list[dict[str, Any]]:
+    """Fit words, list neighbours of some, and their similarities."""
     pyro.set_rng_seed(0)
     data, vocabulary, source = words(quick)
     num_states, dim = (8, 4) if quick else (64, 24)
@@ -182,31 +211,31 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
     shown = [vocabulary.index(word) for group in groups.values() for word in group]
     names = [vocabulary[index] for index in shown]
     cosines = points[shown] @ points[shown].mT
-    figure, axes = plt.subplots(figsize=(7.5, 6.5), layout="constrained")
-    picture = axes.imshow(cosines.numpy(), vmin=-1.0, vmax=1.0, cmap="RdBu_r")
-    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_title("cosine similarity of words and their nearest neighbours")
-    figure.colorbar(picture, ax=axes, shrink=0.8)
-    if not quick:
-        figure.savefig(FOLDER / "densehmm_words.png", dpi=150)
-    plt.close(figure)
     perplexity = metrics.perplexity(fit, data[:: max(1, len(data) // 500)])
     about = {"part": "words", "source": source, "states": num_states, "dim": dim,
              "vocabulary": len(vocabulary), "tokens": data.num_observed,
              "seconds": seconds, "perplexity": perplexity.value,
              "perplexity_tokens": perplexity.num_tokens}  # fmt: skip
-    return [about, *({"part": "neighbours", "word": k, "nearest": v} for k, v in nearest.items())]
+    picture = {"part": "cosines", "words": names, "cosines": cosines.tolist()}
+    return [
+        about,
+        picture,
+        *({"part": "neighbours", "word": k, "nearest": v} for k, v in nearest.items()),
+    ]
 
 
 def main() -> None:
     """Both parts."""
-    quick = arguments(__doc__, picture=False).quick
-    rows = draw_clock(quick) + draw_words(quick)
+    options = arguments(__doc__)
+    if options.draw:
+        draw(earlier("densehmm_embeddings"))
+        return
+    rows = clock_rows(options.quick) + word_rows(options.quick)
     for row in rows:
-        print(row)
-    if not quick:
+        print({name: part for name, part in row.items() if not isinstance(part, list)})
+    if not options.quick:
         write("densehmm_embeddings", rows)
+        draw(rows)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import arguments, earlier, pyplot, save, write
 from torch import Tensor
 
 from pyrohmm import dense
@@ -368,8 +368,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         columnspacing=1.2,
         frameon=False,
     )
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    save(figure, NAME)
 
 
 def _bars(

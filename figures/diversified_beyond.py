@@ -30,7 +30,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
+from common import arguments, earlier, interleaved, pyplot, ratio, save, write
 from pyro.distributions import Categorical
 from torch import Tensor
 
@@ -326,12 +326,20 @@ def draw(rows: list[dict[str, Any]]) -> None:
     figure, ((costs, gains), by_weight) = plt.subplots(
         2, 2, figsize=(10, 7.5), layout="constrained"
     )
-    selected = [row for row in rows if row["part"] == "cost"]
-    for name in ("evidence", "determinant"):
-        milliseconds = [row[f"{name}_milliseconds"] for row in selected]
-        costs.loglog([row["K"] for row in selected], milliseconds, "o-", label=name)
-    costs.set(xlabel="states K", ylabel="milliseconds", title="value and gradient")
-    costs.legend()
+    for n, (name, what) in enumerate(
+        {"determinant_over_evidence": "log-determinant / evidence, value and gradient",
+         "diversity_over_plain": "iteration of EM, with the prior / without"}.items()
+    ):  # fmt: skip
+        of_name = [row for row in rows if name in row]
+        middle, low, high = zip(*(row[name] for row in of_name))
+        sizes = [row["K"] for row in of_name]
+        costs.fill_between(sizes, low, high, color=f"C{n}", alpha=0.2, linewidth=0)
+        costs.plot(sizes, middle, "os"[n] + "-", color=f"C{n}", label=what)
+    costs.set(
+        xscale="log", xlabel="states K", ylabel="ratio of times", ylim=(0, 3.4),
+        title="cost of the prior (median; band: fastest and slowest round)",
+    )  # fmt: skip
+    costs.legend(loc="upper left")
     selected = [row for row in rows if row["part"] == "priors"]
     for n, kind in enumerate(STRENGTHS):
         of_kind = [row for row in selected if row["prior"] == kind]
@@ -343,25 +351,27 @@ def draw(rows: list[dict[str, Any]]) -> None:
         )  # fmt: skip
     gains.axhline(0, color="k", linewidth=0.8)
     gains.set_xticks(range(len(SOURCES)), list(SOURCES))
-    gains.set(ylabel="nats per test observation", title="gain over no prior (mean, standard error)")
+    gains.set(xlabel="data", ylabel="nats per test observation",
+              title="gain over no prior (mean of ten seeds, standard error)")  # fmt: skip
     gains.grid(visible=False, axis="x")
     gains.legend()
     titles = {"nats": "nats per held-out letter", "log_diversity": "log-determinant"}
     for panel, (name, title) in zip(by_weight, titles.items()):
-        for part, label, line in (
-            ("embeddings", "DenseHMM", "o-"), ("networks", "NeuralHMM", "s--"),
-        ):  # fmt: skip
+        for n, (part, label) in enumerate(
+            {"embeddings": "DenseHMM", "networks": "NeuralHMM"}.items()
+        ):
             selected = [row for row in rows if row["part"] == part]
             alphas = list(dict.fromkeys(row["alpha"] for row in selected))
-            values = [
-                median(row[name] for row in selected if row["alpha"] == alpha) for alpha in alphas
-            ]
-            panel.plot(range(len(alphas)), values, line, label=label)
+            values = [[row[name] for row in selected if row["alpha"] == each] for each in alphas]
+            places = [place + 0.1 * (n - 0.5) for place in range(len(alphas))]
+            seeds = panel.plot(places, values, "os"[n], color=f"C{n}", alpha=0.5)
+            seeds[0].set_label(f"{label}, each seed")
+            panel.plot(places, [median(each) for each in values], color=f"C{n}", linewidth=1,
+                       linestyle=("-", "--")[n], label=f"{label}, median")  # fmt: skip
         panel.set_xticks(range(len(alphas)), [f"{alpha:g}" for alpha in alphas])
         panel.set(xlabel="α, weight of the prior", ylabel=title, title="12 states, English letters")
         panel.legend()
-    figure.savefig(FOLDER / "diversified_beyond.png", dpi=150)
-    plt.close(figure)
+    save(figure, "diversified_beyond")
 
 
 def main() -> None:

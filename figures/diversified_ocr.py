@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, public_files, pyplot, write
+from common import arguments, earlier, public_files, pyplot, save, write
 from common.papers import Letters, read_ocr_letters
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -698,8 +698,9 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """Accuracy by alpha; by model; distances of rows."""
     plt = pyplot()
     figure, axes = plt.subplot_mosaic(
-        [[*SPLITS], ["models"] * 2, [*PAPER_FARTHER]], figsize=(10, 11), layout="constrained"
-    )
+        [[*SPLITS], ["models"] * 2, *([letter] * 2 for letter in PAPER_FARTHER)],
+        figsize=(10, 13), layout="constrained", height_ratios=[1.1, 1, 0.9, 0.9],
+    )  # fmt: skip
     swept = [row for row in rows if row["part"] == "diversity" and row["measure"] == "accuracy"]
     lines = [
         (1.0, 0.0, False, "counts + 1, no penalty", "C0-o"),
@@ -717,49 +718,54 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 == (split, smoothing, weight) and (row["anchor"] == SMOOTHED) == aside
             ]  # fmt: skip
             panel.plot(
-                [row["alpha"] for row in selected], [100 * row["ours"] for row in selected],
-                style, label=label, markersize=5,
+                [2 * row["alpha"] for row in selected], [100 * row["ours"] for row in selected],
+                style, label=label,
             )  # fmt: skip
         if split == FILE:
             panel.plot(
-                list(PAPER_ALPHAS), [100 * share for share in PAPER_ALPHAS.values()],
+                [2 * alpha for alpha in PAPER_ALPHAS],
+                [100 * share for share in PAPER_ALPHAS.values()],
                 "k*--", markersize=10, label="paper, Fig. 10", linewidth=0.8,
             )  # fmt: skip
-        panel.set_xscale("symlog", linthresh=0.1)
-        panel.set_xlabel(r"$\alpha$, weight of the log-determinant")
-        panel.set_ylabel("letter accuracy, %")
+        panel.set_xscale("symlog", linthresh=0.2)
+        ticks = [2 * alpha for alpha in ALPHAS if alpha != 1.0]
+        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.set_xlabel(r"$\alpha$, in the convention of the paper")
+        panel.set_ylabel("letter accuracy, %, mean of ten folds")
         panel.set_title(TITLES[split])
     # where the other panel leaves room
     axes[APART].legend(*axes[FILE].get_legend_handles_labels(), loc=(0.02, 0.48))
-    _bars(axes["models"], rows)
+    _models(axes["models"], rows)
     distances = [row for row in rows if row["part"] == "neighbours" and "letter" in row]
-    markers = dict(zip(dict.fromkeys(row["model"] for row in distances), "sox^"))
+    models = list(dict.fromkeys(row["model"] for row in distances))
     labels = {"the same without diversity": r"the same with $\alpha = 0$"}
     for letter in PAPER_FARTHER:
         panel = axes[letter]
-        for place, (model, marker) in enumerate(markers.items()):
+        for place, model in enumerate(models):
             selected = [
                 row for row in distances if (row["model"], row["letter"]) == (model, letter)
             ]
             panel.plot(
-                [row["other"] for row in selected], [row["ours"] for row in selected], marker,
+                np.arange(len(selected)) + 0.2 * (place - 1.5),
+                [row["ours"] for row in selected], "soD^"[place], markersize=4,
                 label=labels.get(model, model).replace("A_0", "$A_0$"),
-                markersize=(8, 5, 5, 5)[place],
-                alpha=0.4 if place == 0 else 1.0,
             )  # fmt: skip
+        panel.set_xticks(range(len(selected)), [row["other"] for row in selected])
         for place, row in enumerate(selected):
             if row["paper_says_farther"]:
-                panel.axvline(place, color="0.5", linestyle=":", zorder=0,
+                panel.axvspan(place - 0.5, place + 0.5, color="0.85", zorder=0,
                               label="farther away in the paper")  # fmt: skip
-        panel.set_title(f"distance of the row of {letter} from the others, nats")
-    axes["x"].set_ylim(top=3.2)
+        panel.set(xlim=(-0.6, len(selected) - 0.4), ylabel="nats")
+        panel.set_title(
+            f"Bhattacharyya distance of the row of {letter} from those of other letters"
+        )
+        panel.grid(visible=False, axis="x")
     handles = dict(zip(*axes["x"].get_legend_handles_labels()[::-1]))
-    axes["x"].legend(handles.values(), handles.keys(), loc="upper center", ncols=2, fontsize=8)
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+    save(figure, NAME)
 
 
-def _bars(panel: Any, rows: list[dict[str, Any]]) -> None:
+def _models(panel: Any, rows: list[dict[str, Any]]) -> None:
     """Accuracies of models, on both splits, beside those of the paper."""
     names = {
         "naive Bayes": {"part": "baselines", "model": "naive Bayes"},
@@ -770,24 +776,23 @@ def _bars(panel: Any, rows: list[dict[str, Any]]) -> None:
         "16 normal\nstyles": {"look": "normal, 16 styles", "model": "first order"},
         "normal styles,\n2nd order": {"look": "normal, 16 styles", "model": "second order"},
     }
-    for shift, split in zip((-0.2, 0.2), SPLITS):
+    for split, colour, marker, shift in ((FILE, "C0", "o", -0.12), (APART, "C1", "s", 0.12)):
         for place, what in enumerate(names.values()):
             for row in rows:
                 if all(row.get(key) == value for key, value in ({"split": split} | what).items()):
-                    panel.bar(
-                        place + shift, 100 * row["ours"], 0.38, yerr=100 * row["sd"],
-                        color="C0" if split == FILE else "C1",
-                        label=TITLES[split] if place == 0 else None,
+                    panel.errorbar(
+                        place + shift, 100 * row["ours"], 100 * row["sd"], fmt=marker, ms=6,
+                        color=colour, label=TITLES[split] if place == 0 else None,
                     )  # fmt: skip
-    for place, model in enumerate(PAPER_BARS):
-        mean, sd = PAPER_BARS[model]
+    for model, (mean, sd) in PAPER_BARS.items():
+        place, marker = {"naive Bayes": (-0.3, "*"), "HMM": (0.68, "*"), "dHMM": (0.56, "P")}[model]
         panel.errorbar(
-            (0, 1, 1.4)[place], 100 * mean, 100 * sd, fmt="k*", markersize=9,
-            label="paper: naive Bayes, HMM, dHMM" if place == 0 else None,
+            place, 100 * mean, 100 * sd, fmt=marker, color="k", markersize=8,
+            label={"HMM": "paper, without the prior", "dHMM": "paper, with it"}.get(model),
         )  # fmt: skip
     panel.set_xticks(range(len(names)), list(names))
-    panel.set_ylim(50, 101)
-    panel.set_ylabel("letter accuracy, % (from 50)")
+    panel.set_xlim(-0.6, len(names) - 0.4)
+    panel.set_ylabel("letter accuracy, %, and\ndeviation over ten folds")
     panel.legend(loc="upper left")
     panel.grid(visible=False, axis="x")
 

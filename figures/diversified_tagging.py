@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, public_files, pyplot, write
+from common import arguments, earlier, public_files, pyplot, save, write
 from common.dirichlet_toy import dirichlet_toy
 
 from pyrohmm import (
@@ -328,6 +328,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         2, 2, figsize=(10, 7.5), layout="constrained"
     )
     titles = {"penn": "Penn Treebank sample", "web": "UD English EWT"}
+    names: list[str] = []
     labels = {"one_to_one": "one-to-one", "many_to_one": "many-to-one"}
     for panel, (source, title) in zip(upper, titles.items()):
         selected = [row for row in rows if row.get("data") == source]
@@ -336,7 +337,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 range(len(selected)),
                 [row[name]["ours"] for row in selected],
                 [row[name]["deviation"] for row in selected],
-                fmt="os"[n] + "-", markersize=4, color=f"C{n}", label=label, linewidth=1,
+                fmt="os"[n] + "-", markersize=4, color=f"C{n}", linewidth=1,
+                label=f"{label}, random starts",
             )  # fmt: skip
         if source == "penn":
             better = [row for row in rows if row.get("data") == "penn from clusters"]
@@ -348,31 +350,34 @@ def draw(rows: list[dict[str, Any]]) -> None:
                     fmt="os"[n] + "--", markersize=4, color=f"C{n}", linewidth=1,
                     markerfacecolor="white", label=f"{label}, from clusters",
                 )  # fmt: skip
-            paper = [WEIGHTS.index(weight) for weight in PAPER]
-            panel.plot(paper, list(PAPER.values()), "k*", label="paper, one-to-one")
+            paper = [WEIGHTS.index(weight) - 0.15 for weight in PAPER]  # beside ours
+            panel.plot(paper, list(PAPER.values()), "k*", ms=9, label="paper, one-to-one", zorder=4)
         panel.set_xticks(range(len(selected)), [f"{row['weight']:g}" for row in selected])
-        panel.set(xlabel="α, in the convention of the paper", ylabel="accuracy", title=title)
+        panel.set(xlabel="α, in the convention of the paper", ylabel="accuracy",
+                  title=f"{title} (mean and deviation of {selected[0]['runs']} runs)")  # fmt: skip
         if source == "penn":
-            panel.set_ylim(bottom=0.1)
-            panel.legend(loc="lower left", fontsize=8)
+            panel.set_ylim(bottom=0.05)
+            panel.legend(loc="lower left", ncols=2, fontsize=8)
     selected = [row for row in rows if row.get("data") == "penn"]
     true = selected[0]["figure 9"]["true"]
     histogram.plot(range(1, len(true) + 1), true, "k.-", label="true")
     for n, row in enumerate(row for row in selected if row["weight"] in (0.0, 100.0)):
         label, counts = f"α = {row['weight']:g}", row["figure 9"]["found"]
         histogram.plot(range(1, len(counts) + 1), counts, ".-", color=f"C{n}", label=label)
-        names = [name for name in row["figure 8"] if name != "NNP"]
+        if n == 0:  # tags in the order of the distances without the prior
+            names = sorted(row["figure 8"], key=row["figure 8"].__getitem__)
+            names.remove("NNP")
         values = [row["figure 8"][name] for name in names]
-        distances.plot(range(len(names)), values, ".-", color=f"C{n}", label=label)
-        distances.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+        distances.plot(values, range(len(names)), "os"[n], color=f"C{n}", label=label)
+    distances.set_yticks(range(len(names)), names, fontsize=8)
     histogram.set_yscale("symlog", linthresh=10)
-    histogram.set(xlabel="rank of the tag", ylabel="words",
-                  title="words of each tag, most frequent first")  # fmt: skip
-    distances.set(ylabel="nats", title="distance of the row for nouns from those of other tags")
+    histogram.set(xlabel="rank of the tag or state", ylabel="words",
+                  title="words of each tag or state, most frequent first (one run)")  # fmt: skip
+    distances.set(xlabel="Bhattacharyya distance, nats",
+                  title="from the row of nouns (NNP) to those of other tags (one run)")  # fmt: skip
     for panel in (histogram, distances):
         panel.legend()
-    figure.savefig(FOLDER / "diversified_tagging.png", dpi=150)
-    plt.close(figure)
+    save(figure, "diversified_tagging")
 
 
 def main() -> None:

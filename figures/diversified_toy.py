@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import arguments, earlier, pyplot, save, write
 from pyro import poutine
 from pyro.distributions import Dirichlet, Gamma
 from torch import Tensor
@@ -173,7 +173,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
             [row["accuracy"]["standard_error"] for row in selected],
             fmt="o-", markersize=4, color=f"C{n}", label=f"initial values: {kind}", linewidth=1,
         )  # fmt: skip
-    axes[0].plot([0, 1], list(PAPER.values()), "k*", label="paper")
+    axes[0].plot([0, 1], list(PAPER.values()), "k*", ms=9, label="paper, whose start is not known")
     axes[0].set_xticks(range(len(WEIGHTS)), [f"{weight:g}" for weight in WEIGHTS])
     axes[0].set_xlabel("α, in the convention of the paper")
     axes[0].set_title("one-to-one accuracy, variance 0.025 (mean, standard error)")
@@ -190,6 +190,9 @@ def draw(rows: list[dict[str, Any]]) -> None:
             values = np.array([row[name]["ours"] for row in selected], float)
             values = np.nan_to_num(values, nan=np.inf)  # None in the file
             panel.plot(noise, values, "os^"[n], markersize=3, color=f"C{n}", alpha=0.4)
+            for place in noise[np.isinf(values)]:
+                panel.annotate("∞", (place, 0.95), xycoords=panel.get_xaxis_transform(),
+                               color=f"C{n}", ha="center")  # fmt: skip
             panel.plot(
                 noise,
                 [np.median(values[abs(noise - place) < 0.45]) for place in noise],
@@ -197,12 +200,16 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 label="HMM" if weight == 0 else f"dHMM, α = {weight:g}",
             )
         panel.set_title(title)
-        panel.set_xlabel("variance of the emissions")
-    axes[1].set_ylim(0, 1.5)
+        panel.set_xlabel("variance of the emissions (lines: medians over nine neighbours)")
+    axes[1].set_yscale("log")
+    axes[1].set_yticks([0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200],
+                       "0.2 0.5 1 2 5 10 20 50 100 200".split())  # fmt: skip
+    axes[1].minorticks_off()
     axes[1].axhline(TRUE_DISTANCE, color="k", linewidth=0.8, linestyle=":", label="true matrix")
-    axes[1].legend()
-    figure.savefig(FOLDER / "diversified_toy.png", dpi=150)
-    plt.close(figure)
+    axes[1].legend(loc="upper left")
+    for panel in axes[2:]:
+        panel.legend(loc="lower left" if panel is axes[2] else "upper right")
+    save(figure, "diversified_toy")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import arguments, earlier, pyplot, save, write
 from scipy.special import gammaln, logsumexp
 
 from pyrohmm import (
@@ -137,11 +137,11 @@ def draw(rows: list[dict[str, Any]]) -> None:
             if (row["part"], row["sampler"]) == ("casino", "hmc") == (part, "hmc")
         ]
         if bic:
-            axes.plot(*zip(*bic), color="grey", ls="--", label="- BIC / 2")
+            axes.plot(*zip(*bic), color="grey", ls="--", label="−BIC / 2")
         axes.set(title=title, xlabel="number of states", xticks=list(STATES))
         axes.legend(frameon=False)
     panels[0].set_ylabel("log marginal likelihood, nats")
-    figure.savefig(FOLDER / "evidence.png", dpi=120)
+    save(figure, "evidence")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, Peak, arguments, earlier, own_memory, pyplot, write
+from common import Peak, arguments, earlier, own_memory, pyplot, save, write
 from pyro.distributions import Poisson
 
 import pyrohmm
@@ -202,7 +202,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
     panels = [("normal", row["step"]) for row in rows if row["family"] == "normal"]
     panels += [(row["family"], row["step"]) for row in rows if row["step"] == "an iteration of EM"]
     panels = list(dict.fromkeys(panels))
-    figure, axes = plt.subplots(-(-len(panels) // 5), 5, figsize=(11, 11), sharex=True)
+    figure, axes = plt.subplots(-(-len(panels) // 5), 5, figsize=(10, 11), sharex=True, sharey=True,
+                                layout="constrained")  # fmt: skip
     for place, (family, step) in zip(axes.flat, panels):
         for shape, marker in zip(SHAPES, "osD"):
             of_shape = [
@@ -214,18 +215,17 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 marker=marker, markersize=4, label=shape,
             )  # fmt: skip
         title = step if family == "normal" and "EM" not in step else f"{step},\n{family}"
-        place.set(xscale="log", yscale="log", ylim=(10, 2e5))
+        place.set(xscale="log", yscale="log", ylim=(5, 2e5))
         place.set_title(title.replace(", a tenth", ",\na tenth"), fontsize=9)
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
     for row in axes:
-        row[0].set_ylabel("ns a row")
+        row[0].set_ylabel("nanoseconds a row")
     for place in axes[-1]:
         place.set_xlabel("rows")
-    axes.flat[0].legend()
-    figure.tight_layout()
-    figure.savefig(FOLDER / "growth.png", dpi=150)
-    plt.close(figure)
+    handles = axes.flat[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=len(SHAPES))
+    save(figure, "growth")
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import torch
 from common import alone, arguments, baselines, earlier, public_files, write
 from torch import Tensor, nn
 
-from pyrohmm import Sequences, datasets, readers
+from pyrohmm import Sequences, datasets, language, readers
 
 NAME = "language_model_baselines"
 SOURCES = {"ptb": "Penn Treebank", "wikitext2": "WikiText-2"}
@@ -62,6 +62,7 @@ class Texts(NamedTuple):
     test: Tensor
     num_symbols: int
     eos: int
+    sentences: tuple[Sequences, ...]  # of the three
 
 
 def read(source: str) -> Texts:
@@ -78,7 +79,8 @@ def read(source: str) -> Texts:
         ]
         parts = (corpus.data, *rest)
     texts = (part.values[part.exists] for part in parts)
-    return Texts(*texts, len(corpus.vocabulary), int(corpus.vocabulary.encode(["<eos>"])))
+    eos = int(corpus.vocabulary.encode(["<eos>"]))
+    return Texts(*texts, len(corpus.vocabulary), eos, parts)
 
 
 def measure(model: str, source: str, quick: bool) -> dict[str, Any]:
@@ -93,10 +95,11 @@ def measure(model: str, source: str, quick: bool) -> dict[str, Any]:
     }
     if model == "kneser-ney":
         start_time = time.perf_counter()
-        ngrams = baselines.KneserNey(texts.train.numpy(), *sizes)
-        valid, test = (ngrams.perplexity(part.numpy()) for part in (texts.valid, texts.test))
+        ngrams = language.ngram(texts.sentences[0], texts.num_symbols)
+        valid, test = (ngrams.perplexity(part).value for part in texts.sentences[1:])
         minutes = (time.perf_counter() - start_time) / 60
-        row |= {"parameters": ngrams.num_parameters, "epochs": 1, "minutes": minutes}
+        count = sum(len(level.keys) for level in ngrams.levels)
+        row |= {"parameters": count, "epochs": 1, "minutes": minutes}
     else:
         dim = 16 if quick else 256
         network: nn.Module

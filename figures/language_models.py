@@ -48,7 +48,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, pyplot, write
+from common import PUBLISHED, alone, arguments, earlier, pyplot, save, write
 from common.neural_ablations import RandomStatesHMM, ScalarHMM, allocate
 from common.spectrum import transition_spectrum
 from common.text import Text, brown, read
@@ -239,6 +239,7 @@ FIGURE_3 = {
     16384: (134.0, 136.0),
     32768: (125.0, 125.0),
 }  # the numbers in print
+PAPER_WIKITEXT = 167.0
 CORPORA = {"ptb": "Penn Treebank", "wikitext2": "WikiText-2"}
 PLAIN = {  # names of ablations in the picture
     "no constraint": "no blocks",
@@ -407,50 +408,42 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
-    """Training, perplexity by number of states, and what each change of the bases does."""
+    """Perplexity of the best models, their training, and what each change of the bases does."""
     plt = pyplot()
-    figure = plt.figure(figsize=(10.5, 9), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1.1, 1])
-    axes = dict(zip(("ptb", "states", "wikitext2"), upper.subplots(1, 3)))
-    axes |= dict(zip(PANELS, lower.subplots(1, 2)))
+    figure = plt.figure(figsize=(10, 12), layout="constrained")
+    upper, middle, lower = figure.subfigures(3, 1, height_ratios=[1, 1.05, 0.9])
+    axes = dict(zip(("states", "wikitext2"), upper.subplots(1, 2)))
+    training = dict(zip(CORPORA, middle.subplots(1, 2)))
+    by_states(rows, baselines, axes["states"], "ptb")
+    by_states(rows, baselines, axes["wikitext2"], "wikitext2")
     for data, title in CORPORA.items():
-        courses(axes[data], [row for row in rows if (row["panel"], row["data"]) == ("best", data)])
-        axes[data].set(xlabel="epochs", ylabel="held-out perplexity", yscale="log",
-                       title=f"training, {title}")  # fmt: skip
-        axes[data].xaxis.get_major_locator().set_params(integer=True)
-        ticks(axes[data])
-        lines_of(baselines, title, axes[data], None if data == "ptb" else "right")
-    by_states(rows, baselines, axes["states"])  # names the baselines of its neighbour too
-    low, high = (
-        pick(axes[name].get_ylim()[end] for name in ("ptb", "states"))
-        for end, pick in enumerate((min, max))
-    )
-    for name in ("ptb", "states"):
-        axes[name].set_ylim(low, high)
-    low, high = axes["wikitext2"].get_ylim()
-    axes["wikitext2"].set_ylim(low, high**1.3 / low**0.3)  # room for the legend
+        courses(
+            training[data], [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
+        )
+        training[data].set(xlabel="epochs", ylabel="perplexity of held-out sentences", yscale="log",
+                           title=f"training, {title}")  # fmt: skip
+        training[data].xaxis.get_major_locator().set_params(integer=True)
+        ticks(training[data])
+    axes |= {f"training {data}": axis for data, axis in training.items()}
+    axes |= dict(zip(PANELS, lower.subplots(1, 2)))
     for panel, title in PANELS.items():
         lines = [line for line in summary(rows) if line["panel"] == panel]
         ablations(axes[panel], lines, rows, title)
     for name, axis in axes.items():
         handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
-        if name == "ptb":
-            upper.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
-        else:
-            axis.legend(handles.values(), handles.keys(), labelspacing=0.3, loc="upper right")
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+        title = "half: of the half of the text that chose the epoch" if "training" in name else None
+        axis.legend(handles.values(), handles.keys(), labelspacing=0.3, loc="upper right",
+                    title=title, title_fontsize=8.5)  # fmt: skip
+    save(figure, NAME)
 
 
 def courses(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """Perplexity by epoch of the best models of a text, a colour each, and the paper's."""
+    """Perplexity by epoch of the best models of a text, a colour each, and the epoch kept."""
     best = [row for row in rows if row["course"]]
-    colours: list[str] = []
-    for row in best:  # one that is the beginning of another has its colour
+    for row in best:
         size = len(row["course"])
-        begin = [other["course"][:size] == row["course"] for other in best]
-        colours.append(f"C{len(best) - 1 - begin[::-1].index(True)}")
-    for number, (row, colour) in enumerate(zip(best, colours)):
+        if any(other["course"][:size] == row["course"] for other in best if other is not row):
+            continue  # the beginning of another
         label = f"{row['states']:,} states"
         if row.get("factored"):
             label += ", one level, factored"
@@ -459,74 +452,78 @@ def courses(axis: Any, rows: list[dict[str, Any]]) -> None:
         if row.get("average") is not None:
             label += ", averaged"
         if row.get("first") is not None:
-            label += ",\nresumed"
-        if "unseen_perplexity" in row:
-            label += " (half)"
-        if colour == f"C{number}":
-            axis.plot(*zip(*row["course"]), ".-", color=colour, label=label)
-    for row, colour in zip(best, colours):
-        place = min(row["course"], key=lambda point: point[1])[0]
-        axis.plot(place, row["valid_perplexity"], "*", color=colour, ms=11, zorder=3,
-                  markeredgecolor="white", markeredgewidth=0.6)  # fmt: skip
-    axis.plot([], [], "*", color="0.3", ms=9, label="best epoch, whole text")
-    for number, row in enumerate((row for row in rows if "parts" in row), len(best)):
-        axis.axhline(row["valid_perplexity"], color=f"C{number}", label=row["name"])
-    for states in dict.fromkeys(row["paper_states"] for row in best):
-        number, row = next((n, row) for n, row in enumerate(best) if row["paper_states"] == states)
-        height = mean(ends(row["paper_valid"]))
-        axis.axhline(height, color=f"C{number}", linestyle=":", label=f"paper, {states:,} states")
+            label += ", resumed"
+        half = "unseen_perplexity" in row  # the other half of the text did not choose the epoch
+        style = ".--" if half else ".-"
+        (line,) = axis.plot(*zip(*row["course"]), style, label=label + (" (half)" if half else ""))
+        kept = min(row["course"], key=lambda point: point[1])
+        axis.plot(*kept, "o", color=line.get_color(), ms=9, markerfacecolor="none")
+    axis.plot(
+        [], [], "o", color="0.3", ms=9, markerfacecolor="none", label="the epoch that is kept"
+    )
 
 
 def ablations(
     axis: Any, lines: list[dict[str, Any]], rows: list[dict[str, Any]], title: str
 ) -> None:
-    """Perplexities of each seed and of the paper, one model a line."""
-    sizes = {size_in_paper(line) for line in lines if line["paper_valid"] is not None}
-    label = "paper" if len(sizes) != 1 else f"paper, {sizes.pop()}"
+    """Perplexities of each seed over those of the base; and of the paper over its base."""
+    base = next(line for line in lines if line["name"] == "base")
+    paper = mean(ends(base["paper_valid"]))
+    label = f"paper, {base['paper_states']:,} states"
     for place, line in enumerate(lines):
         seeds = [row["valid_perplexity"] for row in rows if key(row)[:3] == key(line)[:3]]
-        axis.plot(seeds, [place] * len(seeds), "o", color="C0", label="ours, each seed")
-        if line["name"] == "base":
-            axis.axvline(line["valid"]["mean"], color="C0", linestyle="--", alpha=0.6, zorder=0)
-        if line["paper_valid"] is not None:
-            low, high = ends(line["paper_valid"])
-            axis.plot([low, high], [place, place], "D-", color="0.5", label=label)
-            if label == "paper":
-                axis.annotate(
-                    size_in_paper(line), (low, place), (-8, 0), "data", "offset points",
-                    ha="right", va="center", fontsize=8, color="0.3",
-                )  # fmt: skip
+        changes = [100 * (each / base["valid"]["mean"] - 1) for each in seeds]
+        name = f"ours, {base['states']:,} states, each seed"
+        axis.plot(changes, [place] * len(seeds), "o", color="C0", label=name)
+        if line["paper_valid"] is not None and line["paper_states"] == base["paper_states"]:
+            changes = [100 * (each / paper - 1) for each in ends(line["paper_valid"])]
+            axis.plot(changes, [place + 0.25] * 2, "D-", color=PUBLISHED, label=label)
     names = [PLAIN.get(line["name"], line["name"]) for line in lines]
+    axis.axvline(0, color="0.3", linewidth=0.8, zorder=0)
     axis.set_yticks(range(len(names)), names)
-    axis.set(xlabel="held-out perplexity, Penn Treebank", title=f"base: {title}")
-    axis.set_ylim(len(names) - 0.5, -1.5)  # the base on top, below the legend
-    low, high = axis.get_xlim()
-    axis.set_xlim(low - (0.25 if label == "paper" else 0.05) * (high - low), high)
+    axis.set(
+        xlabel="held-out perplexity, change from the base, %",
+        title=f"base: {title}".replace("blocks, ", "blocks,\n"),
+    )
+    axis.set_ylim(len(names) - 0.4, -1.8)  # the base on top, below the legend
     axis.grid(visible=False, axis="y")
 
 
-def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis: Any) -> None:
-    """Perplexity by number of states, as in Figure 3."""
+def by_states(
+    rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis: Any, data: str
+) -> None:
+    """Perplexity of the whole held-out text by number of states, as in Figure 3."""
     swept = [row for row in rows if row["panel"] == "states" or key(row)[:2] == ("large", "base")]
-    if swept:
+    if data == "ptb" and swept:
         sizes = sorted({row["states"] for row in swept})
         means = [mean(r["valid_perplexity"] for r in swept if r["states"] == s) for s in sizes]
-        axis.plot(sizes, means, color="C0", label=f"two levels, {swept[0]['epochs']:g} epochs")
+        axis.plot(sizes, means, color="C0")
         for row in swept:
-            axis.plot(row["states"], row["valid_perplexity"], "o", color="C0")
+            axis.plot(row["states"], row["valid_perplexity"], "o", color="C0",
+                      label=f"two levels, {swept[0]['epochs']:g} epochs, each seed")  # fmt: skip
     for row in rows:
-        if (row["panel"], row["data"]) == ("best", "ptb"):
-            axis.plot(row["states"], row["valid_perplexity"], "*", color="C3", markersize=9,
-                      label="our best", zorder=3)  # fmt: skip
-    for states, spread in FIGURE_3.items():
-        axis.plot([states, states], spread, "D-", color="0.5", label="paper, one level")
+        if (row["panel"], row["data"]) == ("best", data):
+            several = "parts" in row
+            axis.plot(row["states"], row["valid_perplexity"], "P" if several else "*", color="C3",
+                      ms=8 if several else 9, zorder=3, alpha=0.8,
+                      label="chains side by side" if several else "trained for longer")  # fmt: skip
+            if data == "wikitext2":
+                axis.annotate(f"{row['epochs']:g} epochs", (row["states"], row["valid_perplexity"]),
+                              (-8, 0), "data", "offset points", ha="right", va="center",
+                              fontsize=8)  # fmt: skip
+    papers = FIGURE_3 if data == "ptb" else {32768: (PAPER_WIKITEXT, PAPER_WIKITEXT)}
+    for states, spread in papers.items():
+        axis.plot([states, states], spread, "D-", color=PUBLISHED, label="paper, one level")
     axis.set_xscale("log", base=2)
-    axis.set_xticks([2**power for power in range(10, 17)], [f"{2**n}k" for n in range(7)])
-    title = CORPORA["ptb"]
-    axis.set_xlim(left=600)
-    axis.set(xlabel="states (k: 1,024)", yscale="log", title=f"by states, {title}")
+    powers = range(10, 17) if data == "ptb" else (14, 15)
+    axis.set_xticks([2**power for power in powers], [f"{2**power:,}" for power in powers],
+                    fontsize=8)  # fmt: skip
+    axis.set_xlim(*(600, 130_000) if data == "ptb" else (10_000, 50_000))
+    axis.set(xlabel="states", ylabel="held-out perplexity, the whole text", yscale="log",
+             title=CORPORA[data])  # fmt: skip
+    axis.set_ylim((102, 270) if data == "ptb" else (155, 275))
     ticks(axis)
-    lines_of(baselines, title, axis, "left")
+    lines_of(baselines, CORPORA[data], axis, "left")
 
 
 def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any, side: str | None) -> None:
@@ -566,16 +563,6 @@ def ticks(axis: Any) -> None:
 def ends(value: float | list[float] | tuple[float, float]) -> tuple[float, float]:
     """A number, or the first and the last of a range."""
     return (value, value) if isinstance(value, float) else (value[0], value[-1])
-
-
-def size_in_paper(line: dict[str, Any]) -> str:
-    """The size of the paper's model, where it differs from ours."""
-    parts = []
-    if line["paper_states"] != line["states"]:
-        parts.append(f"{line['paper_states']:,} states")
-    if line["paper_blocks"] not in (line["blocks"], None):
-        parts.append(f"{line['paper_blocks']} blocks")
-    return ",\n".join(parts)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:

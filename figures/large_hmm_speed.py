@@ -35,7 +35,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, pyplot, write
+from common import alone, arguments, earlier, pyplot, save, write
 from common.text import Text, brown, read
 from torch import Tensor, nn
 
@@ -230,8 +230,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         title=f"4,096 states, {BLOCKS} blocks",
     )  # fmt: skip
     figure.supxlabel("lines: medians over steps; bands: fastest and slowest step", fontsize=9)
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    save(figure, NAME)
 
 
 def lines(axis: Any, rows: list[dict[str, Any]], x: str, y: str, tokens: dict[str, int]) -> None:

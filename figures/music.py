@@ -30,7 +30,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import FOLDER, alone, earlier, public_files, pyplot, write
+from common import alone, earlier, public_files, pyplot, save, write
 from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO
@@ -502,7 +502,7 @@ FITS: dict[str, Callable[..., Any]] = {
 }
 
 
-def save(row: dict[str, Any]) -> None:
+def keep_row(row: dict[str, Any]) -> None:
     """Add a row, in place of one of the same set, kind and size."""
     which = "music", "model", "states"
     with alone("music"):
@@ -549,8 +549,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.barh(labels, lengths, color=colours)
         axis.set(title=TITLES[name], xlabel="test nats per step; grey: published")
         axis.grid(visible=False, axis="y")
-    figure.savefig(FOLDER / "music.png", dpi=120)
-    plt.close(figure)
+    save(figure, "music")
 
 
 def parse() -> argparse.Namespace:
@@ -591,7 +590,7 @@ def main() -> None:
             }
             print(row, flush=True)
             if not options.quick:
-                save(row)
+                keep_row(row)
     if not options.quick:
         draw(earlier("music"))
 

@@ -36,8 +36,7 @@ import language_models
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, pyplot, write
-from common.baselines import KneserNey
+from common import alone, arguments, earlier, pyplot, save, write
 from common.text import Text, read
 from language_models import BEST, SIDE_BY_SIDE, Model, blocks_of, trained
 from safetensors import safe_open
@@ -46,13 +45,12 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pyrohmm import MarginalModel, NeuralHMM, Sequences, fit_map
 from pyrohmm.data.batches import batches_in_round, cut_by_steps
-from pyrohmm.language import END, NGramBlockHMM, NGramMixture, NGramWeights, WarmupCosine
+from pyrohmm.language import NGramBlockHMM, NGramMixture, NGramWeights, WarmupCosine, ngram
 from pyrohmm.nn import LinearDropout
 from pyrohmm.ops.blocks import Blocks
 
 NAME = "ngram_emission"
 ORDER, FOLDS = 5, 10
-QUARTERS = (0.25, 0.5, 0.75)  # where classes of weights and shares end
 CLASSES = 4 * ORDER
 MODEL = BEST["annealed-ptb"][0]
 CHAINS = {name.split()[0] + " chains": models for name, models, _ in SIDE_BY_SIDE.values()}
@@ -75,49 +73,6 @@ class Settings(NamedTuple):
     epochs: float = 0.35
     rate: float = 0.002  # of the joint training
     batch_tokens: int = 40_000  # of an evaluation
-
-
-class BlockNGram(KneserNey):
-    """Kneser-Ney n-grams that also know the probability of the block of each word.
-
-    Args:
-        text: ``(T,)``, the training text.
-        block: ``(V,)``, of each word.
-        eos: Ends each sentence.
-    """
-
-    def __init__(self, text: np.ndarray, block: np.ndarray, eos: int) -> None:
-        super().__init__(text, len(block), eos, ORDER)
-        self.block, self.num_blocks = block, int(block.max()) + 1
-
-    def columns(self, text: np.ndarray) -> np.ndarray:
-        """The columns ``(T, 4)`` of :class:`NGramProbs` of the words of ``text``."""
-        text, size = np.append(self.eos, text), self.num_symbols
-        target, first = self.block[text], self.levels[0]
-        probs = first.share[text] + first.rest[0] / size
-        blocks = np.bincount(self.block, first.share[:size] + first.rest[0] / size)[target]
-        known, rest = np.zeros(len(text), int), np.ones(len(text))
-        in_block, share = np.zeros(len(text), int), np.zeros(len(text))
-        codes = text
-        for length, level in enumerate(self.levels[1:], 1):
-            before = np.append(-1, codes[:-1])
-            codes = found(level.keys, before * size + text, before >= 0)
-            back_off = level.rest[before]
-            seen = (before >= 0) & (back_off < 1)
-            known, rest = np.where(seen, length, known), np.where(seen, back_off, rest)
-            probs = level.share[codes] + back_off * probs
-            pairs = level.keys // size * self.num_blocks + self.block[level.keys % size]
-            kinds, place = np.unique(pairs, return_inverse=True)
-            sums = np.append(np.bincount(place, level.share[:-1]), 0.0)
-            wanted = found(kinds, before * self.num_blocks + target, before >= 0)
-            blocks = sums[wanted] + back_off * blocks
-            in_block = np.where(wanted >= 0, length, in_block)
-            share = np.where(wanted >= 0, sums[wanted] / blocks, share)
-        classes = (
-            4 * known + np.digitize(rest, QUARTERS),
-            4 * in_block + np.digitize(share, QUARTERS),
-        )
-        return np.stack([np.log(blocks), np.log(probs / blocks), *classes], -1)[1:]
 
 
 def recent(text: np.ndarray, block: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,12 +131,6 @@ def cached(
     return mixed, {"cache_words": window, "cache_weight": weight}
 
 
-def found(keys: np.ndarray, wanted: np.ndarray, possible: np.ndarray) -> np.ndarray:
-    """The place of each wanted number among sorted ``keys``; -1 if it is not there."""
-    places = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-    return np.where((keys[places] == wanted) & possible, places, -1)
-
-
 def flat(data: Sequences) -> np.ndarray:
     """All words, one sentence after the other."""
     return data.values[data.exists].numpy()
@@ -194,21 +143,20 @@ def with_columns(data: Sequences, columns: np.ndarray) -> Sequences:
     return Sequences(data.values, data.lengths, covariates=covariates)
 
 
-def mixed_text(text: Text, block: np.ndarray, whole: bool) -> dict[str, Sequences]:
+def mixed_text(text: Text, partition: Blocks, whole: bool) -> dict[str, Sequences]:
     """The parts of the text with what the n-gram says; of the training text only if ``whole``."""
-    eos = int(text.words.encode([END])[0]) if END in text.words else 0
-    ngram, half = BlockNGram(flat(text.train), block, eos), len(text.valid) // 2
+    size, half = len(text.words), len(text.valid) // 2
+    counted = ngram(text.train, size, ORDER)
     parts = {"fitted": text.valid[:half], "unseen": text.valid[half:], "test": text.test}
-    found = {name: with_columns(part, ngram.columns(flat(part))) for name, part in parts.items()}
+    found = {name: counted.with_blocks(part, partition) for name, part in parts.items()}
     if whole:
-        fold = np.arange(len(text.train)) % FOLDS
-        columns = np.zeros((int(text.train.lengths.sum()), 4))
-        owner = np.repeat(fold, text.train.lengths.numpy())
-        words = flat(text.train)
+        fold = torch.arange(len(text.train)) % FOLDS
+        columns = torch.zeros(*text.train.values.shape, 4)
         for number in range(FOLDS):
-            others = BlockNGram(words[owner != number], block, eos)
-            columns[owner == number] = others.columns(words[owner == number])
-        found["train"] = with_columns(text.train, columns)
+            own = fold == number
+            part = ngram(text.train[~own], size, ORDER).with_blocks(text.train[own], partition)
+            columns[own, : part.num_steps] = part.covariates
+        found["train"] = Sequences(text.train.values, text.train.lengths, covariates=columns)
     return found
 
 
@@ -379,8 +327,7 @@ def draw(rows: list[Row], baselines: list[dict[str, Any]]) -> None:
     axis.margins(y=0.12)
     axis.grid(axis="x", visible=False)
     axis.legend(loc="upper right")
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    save(figure, NAME)
 
 
 def main() -> None:
@@ -399,7 +346,7 @@ def main() -> None:
     if partition is None:
         raise ValueError("the model must have blocks")
     block = partition.symbol_block.numpy()
-    parts = mixed_text(text, block, "trained jointly" in wanted)
+    parts = mixed_text(text, partition, "trained jointly" in wanted)
 
     for name in wanted:
         pyro.set_rng_seed(0)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import arguments, earlier, pyplot, save, write
 from pyro.distributions import Normal
 from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
@@ -150,8 +150,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.set_xlabel("true number of states")
         axis.set_xticks(TRUE)
     axes[0].legend(loc="upper left")
-    figure.savefig(FOLDER / "num_states.png", dpi=120)
-    plt.close(figure)
+    save(figure, "num_states")
 
 
 def main() -> None:

@@ -15,12 +15,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
-from common import earlier, pyplot, write
+from common import earlier, pyplot, save, write
 from pyro.distributions import Dirichlet, HalfNormal, Normal
 from torch import Tensor
 
@@ -41,7 +40,6 @@ from pyrohmm import (
 )
 from pyrohmm.infer.sampled import Chains, agreement
 
-HERE = Path(__file__).parent
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # one thread
 LABELS = {
     "gibbs": "pyrohmm, Gibbs",
@@ -369,7 +367,6 @@ def main() -> None:
         for sampler in ("gibbs", "hmc"):
             ours(sampler, module, data, start, (4, 2, 4))
         return
-    path = HERE / "posterior.json"
     if options.sampler:
         found = measure(options.sampler, options.model)
         print(found)
@@ -389,11 +386,14 @@ def main() -> None:
                     color=f"C{i}", alpha=1.0 if run["rhat"] <= 1.01 else 0.25,
                 )  # fmt: skip
     axes.set_xticks(range(len(MODELS)), [TITLES.get(name, name) for name in MODELS])
-    axes.set_title("pale: R-hat above 1.01, not converged", fontsize=9)
-    axes.set(yscale="log", ylabel="effective samples per second", xlim=(-0.6, len(MODELS) - 0.4))
+    axes.set_title(
+        "pale: R-hat above 1.01, not converged; no bar: not run, or below 0.1", fontsize=9
+    )
+    axes.set(yscale="log", ylabel="effective samples per second", xlim=(-0.6, len(MODELS) - 0.4),
+             xlabel="model")  # fmt: skip
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside upper center", ncols=3)
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    save(figure, "posterior")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, pyplot, write
+from common import alone, arguments, earlier, pyplot, save, write
 
 from pyrohmm import Sequences, TabularHMM, categorical, fit_em, normal, starts
 
@@ -153,11 +153,12 @@ def draw(rows: list[dict[str, Any]]) -> None:
     names = [f"{row['problems']} ({row['number']})" for row in rows if row["way"] == "default"]
     for axis in axes:
         axis.set_xticks(range(len(names)), names)
+        axis.set_xlabel("kind of problem (how many)")
         axis.grid(axis="x", visible=False)
     axes[0].set(ylabel="problems within 1 nat of the best, %", ylim=(0, 115))
-    axes[1].set_ylabel("time over that of one start")
+    axes[1].set_ylabel("median time over that of one start")
     axes[1].legend(loc="upper left")
-    figure.savefig(FOLDER / "starts.png", dpi=150)
+    save(figure, "starts")
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, public_files, pyplot, write
+from common import alone, arguments, earlier, public_files, pyplot, save, write
 from common.neural_ablations import CharCNN
 from pyro.distributions import Categorical
 from torch import Tensor
@@ -406,8 +406,7 @@ def draw(lines: list[dict[str, Any]]) -> None:
         panel.set_yticks(range(len(MODELS)), MODELS.values())
         panel.set_ylim(len(MODELS) - 0.5, -0.5)
     axes[0, 0].legend(loc="lower left", title="decoding")
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    save(figure, NAME)
 
 
 def main() -> None:

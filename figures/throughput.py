@@ -23,7 +23,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, interleaved, pyplot, ratio, write
+from common import arguments, earlier, interleaved, pyplot, ratio, save, write
 from common.problems import CategoricalHMM, Problem, VectorProblem, dynamax, jax, jnp
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, TraceEnum_ELBO
@@ -695,7 +695,7 @@ def long_chain(quick: bool) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]]) -> None:
-    """Ratios as bars, growth as lines."""
+    """Ratios as points, growth as lines."""
     plt = pyplot()
     figure, axes = plt.subplot_mosaic(
         [["ratios"] * 3, ["N", "T", "K"]], figsize=(10, 7), layout="constrained"
@@ -705,7 +705,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     for place, shape in enumerate(SHAPES):
         for n, name in enumerate(names):
             ratios = [
-                row["times_slower_than_pyrohmm"][0]
+                row["times_slower_than_pyrohmm"]
                 for row in rows
                 if row["quantity"] == "evidence and gradient"
                 and row["method"] == name
@@ -713,40 +713,44 @@ def draw(rows: list[dict[str, Any]]) -> None:
             ]
             if ratios:
                 x = place + 0.17 * (n - 2)
-                bars.bar(
-                    x, ratios[0] - 1, 0.15, 1, color=f"C{n}", label=name if place == 0 else None
-                )
-                label = f"{ratios[0]:.0f}" if ratios[0] >= 10 else f"{ratios[0]:.1f}"
-                bars.text(x, ratios[0] * 1.08, label, ha="center", fontsize=9)
+                middle, low, high = ratios[0]
+                bars.errorbar(x, middle, [[middle - low], [high - middle]], fmt="osD^v"[n],
+                              color=f"C{n}", label=name if place == 0 else None)  # fmt: skip
+                label = f"{middle:.0f}" if middle >= 10 else f"{middle:.1f}"
+                bars.annotate(label, (x, middle), (5, 0), textcoords="offset points", fontsize=9,
+                              va="center")  # fmt: skip
+            else:
+                bars.text(place + 0.17 * (n - 2), 1.15, "–", ha="center", color="0.3")
     bars.axhline(1, color="black", linewidth=0.8)
     bars.set_yscale("log")
     shapes = [f"N = {n:,}, T = {t:,}\nK = {k:,} states" for n, t, k, _ in SHAPES]
     bars.set_xticks(range(len(SHAPES)), shapes)
-    bars.set_ylabel("time / time of pyrohmm")
+    bars.set_ylabel("times as long as pyrohmm")
     bars.set_title(
-        "evidence and gradient, float32, two threads: how many times slower than pyrohmm"
+        "evidence and gradient, float32, two threads: time of others / time of pyrohmm "
+        "(median, fastest, slowest; –: not measured)"
     )
     bars.grid(visible=False, axis="x")
+    bars.set_xlim(-0.5, len(SHAPES) - 0.5)
     bars.margins(y=0.1)
-    bars.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.6, 1.0))
+    bars.legend(loc="upper center", ncols=2, bbox_to_anchor=(0.62, 1.0))
     fixed = {"N": "T = 64, K = 16", "T": "N = 32, K = 16", "K": "N = 32, T = 64"}
     meanings = {"N": "sequences", "T": "steps", "K": "states"}
     for letter, meaning in meanings.items():
         panel = axes[letter]
-        for color, name in (("C3", "pyrohmm"), ("C1", "pyrohmm, no Numba"), ("C0", "dynamax")):
+        for style, name in (("k-", "pyrohmm"), ("k:", "pyrohmm, no Numba"), ("C0-", "dynamax")):
             points = [
                 (row[letter], row["milliseconds"])
                 for row in rows
                 if row["quantity"] == f"growth in {letter}" and row["method"] == name
             ]
             if points:
-                panel.loglog(*zip(*points), marker="o", markersize=4, color=color, label=name)
+                panel.loglog(*zip(*points), style, marker="o", markersize=4, label=name)
         panel.set_xlabel(f"{letter}, number of {meaning}")
         panel.set_title(fixed[letter])
     axes["N"].set_ylabel("milliseconds")
     axes["T"].legend(loc="upper left")
-    figure.savefig(FOLDER / "throughput.png", dpi=150)
-    plt.close(figure)
+    save(figure, "throughput")
 
 
 def main() -> None:

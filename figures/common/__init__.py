@@ -31,7 +31,10 @@ STYLE = {  # pictures are about 10 inches wide: no text is smaller than 8 points
     "grid.alpha": 0.3,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "lines.markersize": 5,
+    "savefig.dpi": 150,
 }
+PUBLISHED = "0.45"  # grey, of what others have printed; ours has the colours of the cycle
 
 
 def arguments(
@@ -59,6 +62,14 @@ def pyplot() -> Any:
 
     plt.rcParams.update(STYLE)
     return plt
+
+
+def save(figure: Any, name: str) -> None:
+    """Write ``figures/NAME.png`` and close the picture."""
+    from matplotlib import pyplot as plt
+
+    figure.savefig(FOLDER / f"{name}.png")
+    plt.close(figure)
 
 
 def earlier(name: str) -> list[dict[str, Any]]:

@@ -1,12 +1,11 @@
-"""Baseline language models: a Kneser-Ney n-gram, a feed-forward n-gram and an LSTM.
+"""Baseline language models: a feed-forward n-gram and an LSTM.
 
 A text is ``(T,)`` symbols, sentence after sentence, each ended by ``eos``. ``eos`` is predicted
-like any other symbol, and as context it marks the start of a sentence: the n-grams do not condition
-on anything before it, while the LSTM keeps its state across sentences. Perplexities are per symbol,
-``eos`` included. V is the number of symbols.
+like any other symbol, and as context it marks the start of a sentence: the n-gram does not
+condition on anything before it, while the LSTM keeps its state across sentences. Perplexities are
+per symbol, ``eos`` included. V is the number of symbols.
 
 References:
-    An Empirical Study of Smoothing Techniques for Language Modeling (Chen and Goodman, 1999)
     A Neural Probabilistic Language Model (Bengio et al., 2003)
     Recurrent Neural Network Regularization (Zaremba et al., 2014),
     https://arxiv.org/abs/1409.2329
@@ -22,111 +21,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Kneser-Ney ---------------------------------------------------------------------------------------
-
-
-class Level(NamedTuple):
-    """The n-grams of one length.
-
-    Attributes:
-        keys: V times the number of the first n - 1 symbols among the shorter n-grams, plus the
-            last symbol; sorted.
-        share: Discounted count of each n-gram, divided by the total count of its context; and a
-            zero at the end, for n-grams that do not occur.
-        rest: Back-off weight of each shorter n-gram, and a one.
-    """
-
-    keys: np.ndarray
-    share: np.ndarray
-    rest: np.ndarray
-
-
-class KneserNey:
-    """Interpolated Kneser-Ney n-grams with the three discounts of Chen and Goodman.
-
-    There is no count cutoff, and the discounts are computed from counts of counts, not tuned.
-    Shorter n-grams use continuation counts, but plain counts if they begin a sentence. Unigrams
-    are interpolated with the uniform distribution.
-
-    Args:
-        text: ``(T,)``, the training text.
-        num_symbols: V.
-        eos: Ends each sentence.
-        order: Length of the longest n-grams, at least 2.
-    """
-
-    def __init__(self, text: np.ndarray, num_symbols: int, eos: int, order: int = 5) -> None:
-        self.num_symbols, self.eos = num_symbols, eos
-        text = np.append(eos, text)
-        codes, keys = text, np.arange(num_symbols)
-        counts = np.bincount(text, minlength=num_symbols)
-        self.levels = []
-        for n in range(2, order + 1):
-            before = np.append(-1, codes[:-1])
-            if n > 2:
-                before[1:][text[:-1] == eos] = -1  # n-grams do not span sentences
-            exists = before >= 0
-            longer, numbers = np.unique((before * num_symbols + text)[exists], return_inverse=True)
-            suffixes = np.empty(len(longer), int)
-            suffixes[numbers] = codes[exists]
-            preceding = np.bincount(suffixes, minlength=len(keys))
-            self._add(keys, np.where(preceding > 0, preceding, counts))
-            codes = np.full(len(text), -1)
-            codes[exists] = numbers
-            keys, counts = longer, np.bincount(numbers)
-        self._add(keys, counts)
-
-    def _add(self, keys: np.ndarray, counts: np.ndarray) -> None:
-        """The next level."""
-        discounts = _discounts(counts)[np.minimum(counts, 3)]
-        parents = keys // self.num_symbols
-        size = len(self.levels[-1].keys) if self.levels else 1
-        totals = np.bincount(parents, counts, size)
-        rest = np.ones(size + 1)
-        np.divide(np.bincount(parents, discounts, size), totals, rest[:-1], where=totals > 0)
-        share = np.append((counts - discounts) / np.maximum(totals[parents], 1), 0.0)
-        self.levels.append(Level(keys, share, rest))
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of n-grams of all lengths."""
-        return sum(len(level.keys) for level in self.levels)
-
-    def log_probs(self, text: np.ndarray) -> np.ndarray:
-        """Log-probability ``(T,)`` of each symbol of ``text`` given its predecessors, in nats."""
-        text = np.append(self.eos, text)
-        first = self.levels[0]
-        codes, probs = text, first.share[text] + first.rest[0] / self.num_symbols
-        for level in self.levels[1:]:
-            before = np.append(-1, codes[:-1])
-            wanted = before * self.num_symbols + text
-            codes = np.searchsorted(level.keys, wanted).clip(max=len(level.keys) - 1)
-            codes[(level.keys[codes] != wanted) | (before < 0)] = -1
-            probs = level.share[codes] + level.rest[before] * probs
-        return np.log(probs[1:])
-
-    def perplexity(self, text: np.ndarray) -> float:
-        """Perplexity per symbol of ``text``."""
-        return math.exp(-self.log_probs(text).mean())
-
-
-def _discounts(counts: np.ndarray) -> np.ndarray:
-    """Discounts of counts of 0, 1, 2, and 3 or more."""
-    of = np.bincount(counts, minlength=5)[:5]  # counts of counts
-    small = np.arange(1, 4)
-    ones = of[1] / max(of[1] + 2 * of[2], 1)
-    discounts = small - (small + 1) * ones * of[2:] / np.maximum(of[1:4], 1)
-    return np.append(0.0, discounts.clip(0, small))
-
-
 HALVINGS = 9  # of the learning rate of a network, before its training ends
-
-# Networks -----------------------------------------------------------------------------------------
 
 
 class FeedForward(nn.Module):

@@ -67,7 +67,7 @@ from pyrohmm import (
     readers,
 )
 
-from . import FOLDER, earlier, papers, pyplot, write
+from . import FOLDER, earlier, papers, pyplot, save, write
 
 GRID = {3: [1, 2, 3], 5: [2, 3, 5], 10: [2, 3, 5, 10]}
 RUNS = 10
@@ -618,9 +618,11 @@ def draw(name: str, sources: list[Source], rows: list[dict[str, Any]]) -> None:
         upper.set_ylim(bottom=0)
         lower.set_ylabel("NLL, normalised" if protocol == CODE else "NLL per step, nats")
     handles = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=len(MODELS), frameon=False)
-    figure.savefig(FOLDER / f"{name}.png", dpi=150)
-    plt.close(figure)
+    figure.legend(
+        *handles, loc="outside upper center", ncols=len(MODELS), frameon=False,
+        title="medians and quartiles",
+    )  # fmt: skip
+    save(figure, name)
 
 
 def _points(

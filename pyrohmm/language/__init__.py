@@ -4,7 +4,8 @@ Imports all other rooms.
 
 Its modules; each imports only those above it:
 
-``ngram``         ``NGramMixture``: a neural HMM mixed with an n-gram
+``ngram_mixture`` ``NGramMixture``: a neural HMM mixed with an n-gram
+``kneser_ney``    ``ngram``: Kneser-Ney n-grams, alone or for an ``NGramMixture``
 ``text``          sentences as lines of words, as codes, and as samples
 ``clusters``      Brown clusters of words
 ``training``      the fit, its learning rate and state dropout
@@ -21,11 +22,13 @@ from .clusters import find_clusters as find_clusters
 from .control import ConstraintProcessor as ConstraintProcessor
 from .distillation import Distilled as Distilled
 from .distillation import distil as distil
+from .kneser_ney import NGram as NGram
+from .kneser_ney import ngram as ngram
 from .model import LanguageModel as LanguageModel
-from .ngram import NGramBlockHMM as NGramBlockHMM
-from .ngram import NGramMixture as NGramMixture
-from .ngram import NGramProbs as NGramProbs
-from .ngram import NGramWeights as NGramWeights
+from .ngram_mixture import NGramBlockHMM as NGramBlockHMM
+from .ngram_mixture import NGramMixture as NGramMixture
+from .ngram_mixture import NGramProbs as NGramProbs
+from .ngram_mixture import NGramWeights as NGramWeights
 from .steering import Steering as Steering
 from .text import END as END
 from .text import UNKNOWN as UNKNOWN
