@@ -4,17 +4,17 @@ Imports all other rooms.
 
 Its modules; each imports only those above it:
 
-``ngram_mixture`` ``NGramMixture``: a neural HMM mixed with an n-gram
-``kneser_ney``    ``ngram``: Kneser-Ney n-grams, alone or for an ``NGramMixture``
-``text``          sentences as lines of words, as codes, and as samples
-``clusters``      Brown clusters of words
-``training``      the fit, its learning rate and state dropout
-``steering``      ``Steering``: sentences that satisfy a constraint, and how probable it is
-``tokens``        constraints on tokens, from those on words and from regular expressions
-``control``       ``ConstraintProcessor``: another model's texts that satisfy a constraint
-``distillation``  ``distil``: an HMM that imitates another model
-``model``         ``LanguageModel``
-``command``       ``python -m pyrohmm.language``
+``ngram_mixture``  ``NGramMixture``: a neural HMM mixed with an n-gram
+``kneser_ney``     ``ngram``: Kneser-Ney n-grams, alone or for an ``NGramMixture``
+``text``           sentences as lines of words, as codes, and as samples
+``clusters``       Brown clusters of words
+``training``       the fit, its learning rate and state dropout
+``steering``       ``Steering``: sentences that satisfy a constraint, and how probable it is
+``tokens``         constraints on tokens, from those on words and from regular expressions
+``control``        ``ConstraintProcessor``: another model's texts that satisfy a constraint
+``distillation``   ``distil``: an HMM that imitates another model
+``model``          ``LanguageModel``
+``command``        ``python -m pyrohmm.language``
 """
 
 from . import clusters as clusters

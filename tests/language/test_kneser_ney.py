@@ -123,7 +123,7 @@ def test_a_mixture_takes_it():
 
 
 def test_what_it_cannot_count_is_refused():
-    gaps = Sequences.from_list([[0, None, 1]], dtype=torch.long)
+    gaps = Sequences.from_concatenated([0, None, 1], dtype=torch.long)
     with pytest.raises(ValueError, match=r"all observed; got .* with missing steps\. Cut"):
         ngram(gaps, 2)
     with pytest.raises(ValueError, match="V - 1"):
