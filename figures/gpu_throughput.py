@@ -20,7 +20,8 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from statistics import median
@@ -162,6 +163,16 @@ def by_torch(method: Call) -> Call:
     return run
 
 
+@contextmanager
+def matmuls(precision: str) -> Iterator[None]:
+    """Products of float32 in torch's ``precision``: "highest" is IEEE, "high" is tf32."""
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def timed(plans: dict[str, Callable[[], Call]], device: torch.device, quick: bool) -> list[Row]:
     """Rows of methods that are made by ``plans``; one that cannot be made or run says why."""
     ready: dict[str, Call] = {}
@@ -215,28 +226,22 @@ def iteration(fit: Callable[..., Any], device: torch.device, few: int, more: int
     return found | {name: (counted[1][name] - counted[0][name]) / more for name in counted[0]}
 
 
-def fits(device: torch.device, quick: bool) -> list[Row]:
-    """Seconds of a further iteration of EM, MAP, SVI and co-occurrences."""
+def fit_step(name: str, width: int, device: torch.device, quick: bool) -> list[Row]:
+    """Seconds of a further iteration of a fit of ``width`` symbols."""
     size, steps, states = (4, 10, 4) if quick else (256, 100, 16)
-    few, more = (1, 1) if quick else (10, 40)
-
-    def problem(width: int) -> tuple[TabularHMM, Sequences]:
-        torch.manual_seed(0)
-        values, lengths = torch.randint(width, (size, steps)), torch.full((size,), steps)
-        module = TabularHMM(states, categorical(width)).to(device)
-        return module, Sequences(values, lengths).to(device)
-
-    module, data = problem(8 if quick else 64)
-    model = MarginalModel(module)
+    torch.manual_seed(0)
+    values, lengths = torch.randint(width, (size, steps)), torch.full((size,), steps)
+    module = TabularHMM(states, categorical(width)).to(device)
+    model, data = MarginalModel(module), Sequences(values, lengths).to(device)
     ways: dict[str, Callable[..., Any]] = {
         "EM": partial(fit_em, module, data, restarts=1),
         "MAP": partial(fit_map, model, data),
         "SVI": lambda **options: fit_svi(model, AutoNormal(model), data, **options),
+        "co-occurrences": partial(fit_cooccurrence, module, data),
     }
-    for width in (20, 30) if quick else (1000, 10_000):
-        ways[f"co-occurrences, V = {width:,}"] = partial(fit_cooccurrence, *problem(width))
-    shape = {"shape": [size, steps, states]}
-    return [shape | {"fit": n} | iteration(fit, device, few, more) for n, fit in ways.items()]
+    title = f"{name}, V = {width:,}" if name == "co-occurrences" else name
+    row = {"shape": [size, steps, states], "fit": title}
+    return [row | iteration(ways[name], device, *((1, 1) if quick else (10, 40)))]
 
 
 def tokens(num_states: int, device: torch.device, quick: bool) -> list[Row]:
@@ -246,9 +251,8 @@ def tokens(num_states: int, device: torch.device, quick: bool) -> list[Row]:
 
     def ours(precision: str) -> Call:
         def run() -> None:
-            torch.set_float32_matmul_precision(precision)
-            problem.ours()
-            torch.set_float32_matmul_precision("highest")
+            with matmuls(precision):
+                problem.ours()
 
         return run
 
@@ -272,7 +276,9 @@ def tokens(num_states: int, device: torch.device, quick: bool) -> list[Row]:
     return [{"states": num_states} | row | rate for row, rate in zip(rows, rates)]
 
 
-def neural(num_states: int, dropout: float, device: torch.device, quick: bool) -> list[Row]:
+def neural(
+    num_states: int, dropout: float, precision: str, device: torch.device, quick: bool
+) -> list[Row]:
     """Seconds, launches and memory of a step of training on sentences of 22 words."""
     words, parts, size, steps, batch = (
         (50, 4, 8, 10, 40) if quick else (10_000, 128, 2_976, 22, 8_192)
@@ -283,35 +289,38 @@ def neural(num_states: int, dropout: float, device: torch.device, quick: bool) -
     module = NeuralHMM(
         num_states, words, 16 if quick else 256, blocks=clusters, two_level=True, dropout=dropout
     ).to(device)
-    rows = []
-    for name, matmul, precision in (("float32", "highest", None), ("tf32", "high", None),
-                                    ("bfloat16", "highest", torch.bfloat16)):  # fmt: skip
-        torch.set_float32_matmul_precision(matmul)
-        fit = partial(
-            fit_map, MarginalModel(module), data, batch_tokens=batch, learning_rate=1e-3,
-            precision=precision,
-        )  # fmt: skip
-        row = {"states": num_states, "dropout": dropout, "method": name, "tokens": batch}
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+    fit = partial(
+        fit_map, MarginalModel(module), data, batch_tokens=batch, learning_rate=1e-3,
+        precision=torch.bfloat16 if precision == "bfloat16" else None,
+    )  # fmt: skip
+    row = {"states": num_states, "dropout": dropout, "method": precision, "tokens": batch}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with matmuls("high" if precision == "tf32" else "highest"):
         row |= iteration(fit, device, *((1, 1) if quick else (4, 12)))
-        if device.type == "cuda":
-            row["gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
-        rows.append(row)
-    torch.set_float32_matmul_precision("highest")
-    return rows
+    if device.type == "cuda":
+        row["gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
+    return [row]
 
 
 def jobs(device: torch.device, quick: bool) -> list[tuple[str, Callable[..., list[Row]]]]:
     """What is measured, the most wanted first."""
     symbols, vectors = ([(4, 10, 4, 8)], [(4, 10, 4, 2)]) if quick else (SYMBOLS, VECTORS)
     sizes = [(8, 0.0), (8, 0.5)] if quick else [(4096, 0.0), (32768, 0.0), (32768, 0.5)]
-    todo: list[tuple[str, Callable[..., list[Row]]]] = [("fits", fits)]
-    todo += [("neural", partial(neural, *each)) for each in sizes]
+    few, many = ([8], [20, 30]) if quick else ([64], [1000, 10_000])
+    todo: list[tuple[str, Callable[..., list[Row]]]] = [
+        ("fits", partial(fit_step, name, width))
+        for name in ("EM", "MAP", "SVI", "co-occurrences")
+        for width in (many if name == "co-occurrences" else few)
+    ]
+    for precision in ("float32", "tf32", "bfloat16"):
+        todo += [("neural", partial(neural, *each, precision)) for each in sizes]
     todo += [("tokens", partial(tokens, each)) for each in ([8] if quick else [512, 2048])]
     todo += [("messages", partial(messages, each)) for each in symbols]
     todo += [("evidence", partial(evidence, each, False)) for each in symbols]
-    return todo + [("evidence", partial(evidence, each, True)) for each in vectors]
+    todo += [("evidence", partial(evidence, each, True)) for each in vectors]
+    largest = [] if quick else [65_536, 131_072]
+    return todo + [("neural", partial(neural, each, 0.5, "float32")) for each in largest]
 
 
 def draw(rows: list[Row]) -> None:
