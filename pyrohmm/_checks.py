@@ -7,10 +7,14 @@ values cannot be read, and are not checked.
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -23,6 +27,21 @@ from torch.distributions.constraints import Constraint
 from ._imports import imported
 from ._transforms import transforming
 
+Checked = TypeVar("Checked", bound=Callable[..., Any])
+SYNONYMS = [  # names of one argument, here and elsewhere
+    text.split()
+    for text in (
+        "num_states n_components n_states num_components K n_hidden hidden_size",
+        "num_iterations n_iter max_iter steps num_steps iterations epochs num_epochs n_epochs",
+        "learning_rate lr", "tolerance tol", "restarts n_restarts n_init", "progress verbose",
+        "num_samples n_samples size", "num_chains n_chains", "start init init_params",
+        "elbo loss num_particles", "generator seed random_state", "batch_size batchsize",
+        "emission emissions observations obs", "dim n_features num_features D", "axes ax",
+        "num_symbols n_symbols vocab_size n_features V", "observed mask", "names labels",
+        "labels states y", "by group groups groupby id", "columns column values value",
+        "time times timestamp", "covariates exog", "num_clusters n_clusters", "x times dates",
+    )
+]  # fmt: skip
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -40,6 +59,30 @@ class OwnChecks(TorchDistribution):
     """Distribution that validates its arguments itself: torch has no constraints for them."""
 
     arg_constraints: dict[str, Constraint] = {}  # noqa: RUF012  # torch's interface
+
+
+def unknown_argument(function: Callable[..., Any], name: str, known: Iterable[str]) -> TypeError:
+    """Error for an unknown argument ``name``, with the known one that is meant, if any."""
+    alike = [other for group in SYNONYMS if name in group for other in group if other in known]
+    near = alike or get_close_matches(name, known, 1)
+    cure = f" Did you mean {near[0]}?" if near else ""
+    whose = function.__qualname__.removesuffix(".__init__")
+    return TypeError(f"{whose}() got an unexpected keyword argument {name!r}.{cure}")
+
+
+def names_checked(function: Checked) -> Checked:
+    """Decorator: for an unknown argument, suggest the one that is meant."""
+    known = inspect.signature(function).parameters
+    if any(part.kind is part.VAR_KEYWORD for part in known.values()):
+        return function
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - known.keys():
+            raise unknown_argument(function, name, known)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def check_tensor(name: str, value: object) -> None:

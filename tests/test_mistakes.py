@@ -19,6 +19,7 @@ from pyrohmm import (
     Sequences,
     StickyHDPHMM,
     TabularHMM,
+    TabularHSMM,
     beta,
     categorical,
     fit_em,
@@ -29,12 +30,14 @@ from pyrohmm import (
     normal,
     normal_mixture,
     parametric,
+    plots,
     poisson,
     regression,
     to_arviz,
 )
 from pyrohmm.data import StoredSequences, Vocabulary
 from pyrohmm.data.readers import Entry, corpus_of
+from pyrohmm.sklearn import GaussianHMM
 
 PI = torch.tensor([0.6, 0.4]).log()
 A = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
@@ -256,6 +259,18 @@ def test_data(mistake, error, words):
     *[(f"SVI by {wrong}", lambda wrong=wrong: fit_svi(model(), AutoDelta(model()), data(),
                                                      **{wrong: 3}), TypeError,
        f"{wrong}'. Did you mean elbo") for wrong in ("loss", "num_particles")],
+    *[(f"by {wrong}", call, TypeError, f"argument '{wrong}'. Did you mean {meant}")
+      for wrong, meant, call in [
+          ("n_components", "num_states", lambda: TabularHMM(n_components=2)),
+          ("emissions", "emission", lambda: TabularHSMM(2, emissions=categorical(3))),
+          ("num_states", "n_components", lambda: GaussianHMM(num_states=2)),
+          ("n_symbols", "num_symbols", lambda: categorical(n_symbols=2)),
+          ("mask", "observed", lambda: data(mask=BOOLEANS)),
+          ("groupby", "by", lambda: Sequences.from_dataframe({}, columns="x", groupby="y")),
+          ("ax", "axes", lambda: plots.transition(hmm(), ax=None)),
+      ]],
+    ("covariances of hmmlearn", lambda: normal(2, covariance_type="full"), TypeError,
+     "Families of covariances are normal_full, normal_tied and"),
     ("MAP by init", lambda: fit_map(model(), data(), init=1), TypeError, "'. Did you mean start"),
     ("parts before the dimension", lambda: normal_mixture(3, 2), TypeError,
      "Give num_components by name; the dimension comes first"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from .._checks import names_checked
 from .._imports import imported
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -41,6 +42,7 @@ MOST_SEQUENCES = 500  # rows of bars that can be told apart
 LONGEST = 200  # steps of a duration that are drawn unless they are asked for
 
 
+@names_checked
 def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Heat map of the transition matrix; row = from, column = to.
 
@@ -52,6 +54,7 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
     return square(single("transitions", hmm.log_transition).exp(), names, axes)
 
 
+@names_checked
 def graph(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Graph of the chain: states on a circle, an arrow for each probable transition.
 
@@ -106,6 +109,7 @@ def _arrow(axes: Axes, start: Any, end: Any, probability: float, num_states: int
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
+@names_checked
 def criterion(
     scores: Mapping[int, float] | Mapping[str, Mapping[int, float]],
     name: str = "criterion",
@@ -139,6 +143,7 @@ def criterion(
     return axes
 
 
+@names_checked
 def transition_posterior(
     samples: Tensor,
     names: Sequence[str] | None = None,
@@ -168,6 +173,7 @@ def transition_posterior(
     return square(flat.mean(0), names, axes, texts)
 
 
+@names_checked
 def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     """Draw the loss, in nats per observed step, against the step; of restarts, the best in colour.
 
@@ -187,6 +193,7 @@ def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     return axes
 
 
+@names_checked
 def forecast(
     predicted: Forecast,
     values: Tensor | None = None,
@@ -229,6 +236,7 @@ def forecast(
     return axes
 
 
+@names_checked
 def durations(
     hmm: HMM,
     *,
@@ -302,6 +310,7 @@ def _decoded(
     return shares.masked_fill(few, torch.nan), lasted.masked_fill(few, torch.nan)
 
 
+@names_checked
 def state_probs(
     probs: Tensor,
     names: Sequence[str] | None = None,
@@ -333,6 +342,7 @@ def state_probs(
     return axes
 
 
+@names_checked
 def timeline(
     states: Tensor,
     names: Sequence[str] | None = None,
@@ -379,6 +389,7 @@ def timeline(
     return axes
 
 
+@names_checked
 def series(
     hmm: HMM,
     values: Tensor,
@@ -432,6 +443,7 @@ def series(
     return axes
 
 
+@names_checked
 def track(
     locations: Tensor,
     states: Tensor,

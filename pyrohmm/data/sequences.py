@@ -18,7 +18,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .._arrays import from_numpy, regular, to_tensor
-from .._checks import check_booleans, check_integers, check_lengths, check_shape, check_size
+from .._checks import (
+    check_booleans,
+    check_integers,
+    check_lengths,
+    check_shape,
+    check_size,
+    names_checked,
+)
 from .packed import PackedSequences
 from .steps import (
     FLAT,
@@ -77,6 +84,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         tensor([[1, 5]])
     """
 
+    @names_checked
     def __init__(
         self,
         values: Tensor,
@@ -125,6 +133,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             self.indices = indices.cpu().long().clone()
 
     @classmethod
+    @names_checked
     def from_list(
         cls,
         sequences: Iterable[Any],
@@ -172,6 +181,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         return data
 
     @classmethod
+    @names_checked
     def from_concatenated(
         cls,
         values: Any,
@@ -224,6 +234,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         return cls._of(rows, lengths)
 
     @classmethod
+    @names_checked
     def from_dataframe(
         cls,
         frame: Any,

@@ -15,12 +15,12 @@ from pyro.infer import ELBO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._checks import check_size, check_tolerance
+from .._checks import check_size, check_tolerance, unknown_argument
 from .._imports import imported
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
 from ..nn.base import in_mode
-from .models import to_model_device, unknown_argument
+from .models import to_model_device
 from .plates import Plates, new_log_evidence
 from .process_group import ProcessGroup
 

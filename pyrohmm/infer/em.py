@@ -16,26 +16,27 @@ from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
 
-from .._checks import check_size, check_tolerance
+from .._checks import check_size, check_tolerance, names_checked
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.files import digits, identity_of
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts, with_priors
+from ..nn.regression import Linear
 from ..nn.tabular import module_of
 from .iterations import Loop
 from .laplace import fit_smooth
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
-from .models import LogPrior, MarginalModel, doubts, exclusive, names_checked, unweighted
+from .models import LogPrior, MarginalModel, doubts, exclusive, unweighted
 from .msteps import GradientStep, TransitionPrior, TransitionStep
-from .parameters import Parameters, Values
+from .parameters import Parameters, Values, fitted_in
 from .plates import Point
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
@@ -87,7 +88,8 @@ def fit_em(
             samples of the prior and sticky ones; for symbols and for emissions without a closed
             form, which k-means does not suit, the prior comes first. Parameters without a prior
             start at their values.
-        restarts: R, the number of batched restarts; every parameter must have a prior. After each
+        restarts: R, the number of batched restarts; every parameter must have a prior, but for
+            coefficients of regressions, which are fitted one after the other. After each
             20 iterations the better half goes on, and the first restart, so that R restarts end
             no higher than one; with ``tolerance=None`` all do. The best is kept, all are in
             ``Fit.restarts``, as they were last. Without a ``start``, R > 1 restarts are the first
@@ -158,6 +160,8 @@ def fit_em(
         return fit_smooth(fit_em, **arguments)
     _check(**arguments | {"module": module})
     ranks.check_alike(arguments, data)
+    if restarts is not None and restarts > 1 and _without_priors(module):
+        return _one_after_another(**arguments | {"module": module})
     # what is fitted, and how
     module = with_priors(copy.deepcopy(module), priors)
     longer = num_iterations > 1 or checkpoint is not None  # a checkpoint may be resumed for more
@@ -178,6 +182,41 @@ def fit_em(
     loop.run()
     fit = _finish(loop)
     fit.notes += plan.notes
+    return fit
+
+
+def _without_priors(module: HMMModule) -> bool:
+    """Whether all parameters without a prior are coefficients of linear predictors."""
+    lines = [
+        x for x in module.modules() if isinstance(x, Linear) and not x.has_prior("coefficients")
+    ]
+    own = {id(point) for part in lines for point in part.parameters()}
+    return bool(own) and all(id(point) in own for _, point in fitted_in(module))
+
+
+def _one_after_another(module: HMMModule, restarts: int, checkpoint: Any, **arguments: Any) -> Fit:
+    """Fit from several first values of coefficients without priors, which no batch has room for."""
+    if checkpoint is not None:
+        text = "checkpoint must be None where restarts of parameters without priors are fitted one"
+        raise ValueError(f"{text} after the other. Give prior_scale=, or fit once for each start.")
+    fits, wrong = [], None
+    for number in range(restarts):
+        each = copy.deepcopy(module)
+        for part in each.modules() if number else ():
+            if isinstance(part, Linear) and not part.has_prior("coefficients"):
+                part.redraw()
+        try:
+            fits.append(fit_em(each, restarts=None, **arguments))
+        except ValueError as error:  # of numbers out of range
+            wrong = error
+    if not fits:
+        raise cast(ValueError, wrong)
+    final = torch.stack([fit.losses[-1] for fit in fits])
+    best, longest = int(final.argmin()), max(len(fit.losses) for fit in fits)
+    rows = [torch.cat([x, x[-1:].expand(longest - len(x))]) for x in (fit.losses for fit in fits)]
+    fit = fits[best]
+    values = {n: torch.stack([each.parameters[n] for each in fits]) for n in fit.parameters}
+    fit.restarts = Restarts(fit.model, torch.stack(rows), final, values, best)
     return fit
 
 

@@ -20,7 +20,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import check_size, names_checked
 from .._choices import threads_for
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovRecursions
@@ -34,7 +34,7 @@ from ..nn.family import Emission
 from ..ops import recursions
 from .maximization import joined
 from .mcmc import Hamiltonian, Tuning
-from .models import MarginalModel, exclusive, names_checked
+from .models import MarginalModel, exclusive
 from .parameters import Parameters, Values
 from .results import Fit
 from .sampled import Chains, SampledFit

@@ -21,6 +21,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._checks import names_checked
 from .._choices import first_values
 from .._imports import imported
 from ..data.sequences import Sequences
@@ -28,7 +29,7 @@ from ..distributions.sparse import interior
 from ..nn.base import HMMModule, in_mode
 from .coordinates import Packing, coordinates
 from .gradient import near_data
-from .models import MarginalModel, exclusive, names_checked, scale_priors, to_model_device
+from .models import MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import latent_sites, trace_of_batchable
 from .parameters import Values
 from .plates import LogJoint, is_log_prior, marks_of, narrow, pieces_of, sequence_plates, wide

@@ -8,10 +8,9 @@ likelihood inside the plate, not the priors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from functools import reduce, wraps
+from functools import reduce
 from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -46,14 +45,6 @@ from ..nn.regression import Linear
 
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
-Fitting = TypeVar("Fitting", bound=Callable[..., Any])
-ALIASES = {  # of other packages
-    "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
-    "tol": "tolerance", "steps": "num_iterations", "num_steps": "num_iterations",
-    "n_restarts": "restarts", "n_init": "restarts", "n_samples": "num_samples",
-    "n_chains": "num_chains", "init": "start", "verbose": "progress", "loss": "elbo",
-    "num_particles": "elbo",
-}  # fmt: skip
 
 # the module that built an HMM for data, and what the checks of that have found
 _checked: WeakKeyDictionary[Sequences, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
@@ -443,26 +434,6 @@ def doubts(emission: Any, data: Data) -> list[str]:
     if isinstance(emission, VonMises | WrappedCauchy) and high > 7.0:
         return [f"angles reach {high:g}: are they degrees? Radians are wanted: torch.deg2rad"]
     return []
-
-
-def unknown_argument(fit: Callable[..., Any], name: str, known: Iterable[str]) -> TypeError:
-    """Error for an unknown argument ``name``, with the closest known one."""
-    near = get_close_matches(ALIASES.get(name, name), known, 1)
-    cure = f" Did you mean {near[0]}?" if near else ""
-    return TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
-
-
-def names_checked(fit: Fitting) -> Fitting:
-    """Decorator of a fit: for an unknown argument, suggest the closest known one."""
-    known = inspect.signature(fit).parameters
-
-    @wraps(fit)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs.keys() - known.keys():
-            raise unknown_argument(fit, name, known)
-        return fit(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 @contextmanager

@@ -310,7 +310,8 @@ class LanguageModel:
         """
         check_size("count", count)
         check_size("max_words", max_words)
-        if unknown := [word for word in prompt.split() if word not in self.vocabulary]:
+        unknown = [word for word in prompt.split() if word not in self.vocabulary]
+        if unknown and self.vocabulary.unknown is not None:
             text = f"the model does not know {', '.join(map(repr, unknown))} of the prompt"
             warnings.warn(f"{text}, and takes it for {UNKNOWN}.", stacklevel=2)
         if constraint is not None:

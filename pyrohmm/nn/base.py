@@ -15,7 +15,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._checks import check_tensor
+from .._checks import check_tensor, names_checked
 from ..distributions.hmm import HMM
 
 # held by whoever uses Pyro's handler stack or parameter store, which all threads share
@@ -113,6 +113,11 @@ class HMMModule(OwnParameters):
         >>> bool((fit.model.module.slope > 0.5).any())
         True
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM.

@@ -16,7 +16,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._checks import check_number, check_size
+from .._checks import check_number, check_size, unknown_argument
 from .._sync import exceeds
 from ..ops.products import weighted_sums
 from .closed_form import Family, Statistics
@@ -178,6 +178,10 @@ def family(
             named = [part.name for part in rest if part.kind is part.KEYWORD_ONLY]
             cure = f" Give {', '.join(named)} by name; the dimension comes first." if named else ""
             known = ", ".join(part.name for part in rest)
+            if "covariance_type" in kwargs:
+                cure = " Families of covariances are normal_full, normal_tied and normal_spherical."
+            elif wrong := [key for key in kwargs if key not in wanted.parameters]:
+                raise unknown_argument(function, wrong[0], wanted.parameters) from None
             raise TypeError(f"{name}(): {error}; its arguments are {known}.{cure}") from None
         for size in least.keys() & bound.keys():
             check_size(size, bound[size], least[size])

@@ -112,11 +112,16 @@ class Linear(Family):
             self.register_buffer("spread", torch.full((*shape, len(curves)), torch.nan))
             self.smooth = PyroSample(Penalty(_curves))
         if prior_scale is None:
-            first = 0.1 * torch.randn(size)
-            self.first = (first.clone().requires_grad_(),)  # neither a parameter nor an identity
-            self.coefficients = PyroParam(first, constraints.real)
+            self.coefficients = PyroParam(torch.empty(size), constraints.real)
+            self.redraw()
         else:
             self.coefficients = PyroSample(Prior(partial(_normal, scale=prior_scale, shape=size)))
+
+    def redraw(self) -> None:
+        """Sample first values of coefficients without a prior, which are small."""
+        first = 0.1 * torch.randn_like(self.coefficients)
+        self.first = (first.clone().requires_grad_(),)  # neither a parameter nor an identity
+        self.coefficients = first
 
     def design(self, covariates: Tensor) -> Tensor:
         """Design matrix ``(*B, P)`` of ``covariates`` ``(*B, C)``."""

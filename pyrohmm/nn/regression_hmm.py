@@ -62,7 +62,8 @@ class RegressionHMM(HMMModule):
         transition: Columns of the covariates, from :func:`pyrohmm.formulas` or as numbers; None
             for an intercept alone.
         initial: The same, for the first state; read at the first step.
-        prior_scale: Standard deviation of a normal prior of these coefficients; None for no prior.
+        prior_scale: Standard deviation of a normal prior of the coefficients; None for no prior.
+            Of those of ``emission`` and ``durations``, too, if these have none of their own.
         rates: Columns of log rates, in place of ``transition``; data must have times.
         durations: Distribution of d - 1, such as ``regression(Poisson, rate=...)``.
         max_duration: D of ``durations``; what is longer has no probability.
@@ -106,6 +107,7 @@ class RegressionHMM(HMMModule):
         exact_entry: Tensor | None = None,
     ) -> None:
         super().__init__()
+        emission, durations = (_under(prior_scale, family) for family in (emission, durations))
         check_size("num_states", num_states, 1 if durations is None else 2)
         if rates is not None and (transition is not None or durations is not None):
             raise ValueError("rates are in place of transition and durations: give one of them.")
@@ -387,3 +389,11 @@ def _of_rates(
     time, number = counts[:, :1, rows].mT, counts[:, 1:, rows].mT
     total = number * predictors - time * predictors.exp()
     return (total if barred is None else total.masked_fill(barred[:, 1:].mT, 0.0)).sum(-1)
+
+
+def _under(prior_scale: float | None, family: Any) -> Any:
+    """A family of regressions with this prior, unless it has one; another as it is."""
+    regresses = getattr(family, "func", None) is RegressionEmission
+    if prior_scale is None or not regresses or family.keywords["prior_scale"] is not None:
+        return family
+    return partial(family, prior_scale=prior_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import check_size, unknown_argument
 from .._imports import imported
 from ..analysis.metrics import num_parameters
 from ..data.sequences import Sequences
@@ -103,6 +104,13 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     random_state: Any
     transmat_: Any
     algorithm = "viterbi"
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuse options of other names, with the one that is meant."""
+        known = inspect.signature(cls).parameters
+        for name in options.keys() - known.keys():
+            raise unknown_argument(cls, name, known)
+        return super().__new__(cls)
 
     # What an estimator defines
     _hmm: Any  # (lengths) -> the HMM with the parameters as they are

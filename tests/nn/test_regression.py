@@ -536,3 +536,28 @@ def test_a_module_of_some_transitions_takes_its_own_state():
     allowed = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]]).bool()
     module = RegressionHMM(3, normal(0), transition=[0, 1], transition_allowed=allowed)
     module.load_state_dict(module.state_dict())
+
+
+def test_regressions_without_priors_have_restarts_and_one_scale_gives_all_a_prior():
+    generator = torch.Generator().manual_seed(0)
+    covariates = torch.cat([torch.ones(3, 40, 1), torch.randn(3, 40, 1, generator=generator)], -1)
+    rates = (torch.tensor([0.5, 2.5])[torch.randint(2, (3, 40), generator=generator)]).exp()
+    data = Sequences(torch.poisson(rates, generator), covariates=covariates)
+    family = regression(Poisson, rate=[0, 1])
+    fit = fit_em(RegressionHMM(2, family, [0, 1]), data, restarts=3, num_iterations=8)
+    assert fit.restarts.final.shape == (3,)
+    assert fit.losses[-1] == fit.restarts.final.min()
+    assert fit.restarts.final.unique().numel() > 1
+    for hmm, final in (
+        (fit.restarts.hmm(data), fit.restarts.final),
+        (fit.hmm(data), fit.losses[-1]),
+    ):
+        found = -hmm.log_prob(data.values).sum(-1).double()
+        torch.testing.assert_close(found, final.double(), rtol=1e-5, atol=1e-3)
+    with pytest.raises(ValueError, match="checkpoint must be None"):
+        fit_em(RegressionHMM(2, family, [0, 1]), data, restarts=2, checkpoint="x")
+    module = RegressionHMM(2, family, [0, 1], prior_scale=2.0)
+    assert module.emission.rate.prior_scale == 2.0
+    assert fit_em(module, data, restarts=2, num_iterations=2).restarts.final.shape == (2,)
+    own = regression(Poisson, rate=[0, 1], prior_scale=1.0)
+    assert RegressionHMM(2, own, [0, 1], prior_scale=2.0).emission.rate.prior_scale == 1.0
