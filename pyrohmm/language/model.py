@@ -310,10 +310,7 @@ class LanguageModel:
         """
         check_size("count", count)
         check_size("max_words", max_words)
-        unknown = [word for word in prompt.split() if word not in self.vocabulary]
-        if unknown and self.vocabulary.unknown is not None:
-            text = f"the model does not know {', '.join(map(repr, unknown))} of the prompt"
-            warnings.warn(f"{text}, and takes it for {UNKNOWN}.", stacklevel=2)
+        _warn_of_unknown(prompt, self.vocabulary)
         if constraint is not None:
             if self.contiguous:
                 raise ValueError(
@@ -405,6 +402,14 @@ class LanguageModel:
         except Exception as error:
             path = Path(directory) / TENSORS
             raise ValueError(f"{path} does not describe a language model: {error}") from error
+
+
+def _warn_of_unknown(prompt: str, vocabulary: Vocabulary) -> None:
+    """Warn of words of a prompt that another word stands for."""
+    unknown = [word for word in prompt.split() if word not in vocabulary]
+    if unknown and vocabulary.unknown is not None:
+        text = f"the model does not know {', '.join(map(repr, unknown))} of the prompt"
+        warnings.warn(f"{text}, and takes it for {UNKNOWN}.", stacklevel=3)
 
 
 def _samples(
