@@ -31,12 +31,15 @@ from pyrohmm.ops.dense import _torch
 
 # NumPy computes for the interpreter, and says what is no error
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+DEVICE = os.environ.get("PYROHMM_TEST_DEVICE", "twin")
 _triton = pytest.importorskip("pyrohmm.ops.dense._triton", reason="Triton is not installed")
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """The kernel in place of the steps of torch, for tensors on the CPU; shapes it was given."""
+    if DEVICE != "twin":
+        pytest.skip("kernels are not interpreted")
     shapes, messages = [], _triton.messages
 
     def noted(initial, transition, weight, *options):
@@ -220,3 +223,33 @@ def test_it_compiles_for_devices_with_the_matrix_in_registers(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILED]
     subprocess.run(command, env=environment, check=True)
+
+
+@pytest.mark.skipif(DEVICE == "twin", reason="needs a real device")
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("name", CHAINS)
+def test_answers_of_a_real_device_are_those_of_the_cpu(name, dtype):
+    def answers(chain):
+        chain = chain.with_gradients()
+        found = recursions.log_evidence(*chain)
+        found.sum().backward()
+        return [
+            part.detach().cpu()
+            for part in (found, *chain.gradients, *recursions.posterior(*chain),
+                         recursions.filtered(*chain).exp())
+        ]  # fmt: skip
+
+    chain = CHAINS[name](dtype=dtype)
+    there = chain._replace(
+        **{key: getattr(chain, key).to(DEVICE) for key in chain._fields if key != "lengths"}
+    )
+    assert backends.pick(there.log_initial.device) is TRITON
+    for one, other in zip(answers(there), answers(chain), strict=True):
+        torch.testing.assert_close(one, other, **ROUNDING[dtype])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available() or DEVICE != "twin", reason="needs CUDA")
+def test_on_a_real_device():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    subprocess.run(command, env=os.environ | {"PYROHMM_TEST_DEVICE": "cuda"}, check=True)
