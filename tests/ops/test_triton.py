@@ -64,7 +64,15 @@ def zeros(num_states):
     return Chain.of(*tables, likelihood, [5, 4, 2])
 
 
+def potentials(**kind):
+    """A ragged chain whose rows do not sum to one: what follows its last steps would count."""
+    chain = random_chain(3, 5, (4,), ragged=True, **kind)
+    more = torch.linspace(-1.0, 2.0, 9, dtype=chain.log_transition.dtype).reshape(3, 3)
+    return chain._replace(log_transition=chain.log_transition + more)
+
+
 CHAINS = {
+    "potentials": potentials,
     "one state": lambda **kind: random_chain(1, 4, (2,), ragged=True, **kind),
     "ragged": lambda **kind: random_chain(3, 5, (4,), ragged=True, **kind),
     "matrix per step": lambda **kind: random_chain(16, 4, (3,), per_step=True, ragged=True, **kind),
