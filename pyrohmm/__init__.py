@@ -54,7 +54,7 @@ Afterwards:
 ``metrics``, ``queries``, ``plots``  perplexity, BIC, cross-validation; imputation, k best; pictures
 ``Filter``        online, step by step
 ``PosteriorDraws``, ``to_arviz``  samples with aligned states, for ArviZ
-``save``, ``load_hmm``, ``load_into``  files that cannot run code
+``save``, ``load_hmm``, ``load_into``, ``load_draws``  files that cannot run code
 ``from_hmmlearn``, ``to_hmmlearn``, ``from_ctrlg``, ``to_ctrlg``
 ``LanguageModel``  of text; ``python -m pyrohmm.language``
 """
@@ -68,6 +68,7 @@ from .analysis import metrics as metrics
 from .analysis import plots as plots
 from .analysis import queries as queries
 from .analysis.draws import PosteriorDraws as PosteriorDraws
+from .analysis.draws import load_draws as load_draws
 from .analysis.inference_data import to_arviz as to_arviz
 from .analysis.model_check import calibrate as calibrate
 from .analysis.model_check import check_model as check_model

@@ -22,6 +22,7 @@ from . import metrics as metrics
 from . import plots as plots
 from . import queries as queries
 from .draws import PosteriorDraws as PosteriorDraws
+from .draws import load_draws as load_draws
 from .inference_data import to_arviz as to_arviz
 from .model_check import calibrate as calibrate
 from .model_check import check_model as check_model

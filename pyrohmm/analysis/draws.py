@@ -39,6 +39,7 @@ from ..infer.plates import (
 from ..infer.replicates import match_states
 from ..infer.results import Fit
 from ..infer.sampled import SampledFit, summary_of
+from ..io.files import FilePath, read_directory
 from ..nn.base import PYRO, in_mode
 
 GUIDE = "independent samples of a guide: there are no chains that could disagree"
@@ -172,6 +173,10 @@ class PosteriorDraws:
             text = f"parameters must have shape (C, S, ...), chains first; they begin with {shapes}"
             raise ValueError(f"{text}. Add a chain by unsqueeze(0).")
 
+    def draws_to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and metadata that :func:`pyrohmm.save` writes."""
+        return _saved(self)
+
     @classmethod
     def of(
         cls,
@@ -257,10 +262,12 @@ class PosteriorDraws:
         hmm = run(self.model, wide(self.parameters, layout.batched, 2), data, layout)
         return hmm.expand(torch.Size([*self.shape, len(data)]))
 
-    def for_new(self, data: Sequences) -> PosteriorDraws:
+    def for_new(self, data: Sequences, num_candidates: int = 1) -> PosteriorDraws:
         """Copy for new sequences, with per-sequence variables sampled from their prior.
 
-        Each sample gets them given its values of the variables that sequences share.
+        Each sample gets them given its values of the shared variables. With several candidates they
+        are conditioned on the data, too: one is taken, in proportion to its likelihood, of
+        hundreds, or of thousands where the data say much more than the prior.
 
         Raises:
             ValueError: If no variable is one of a sequence.
@@ -278,19 +285,17 @@ class PosteriorDraws:
             >>> draws.for_new(new).map(new, lambda hmm: hmm.log_prob(new.values)).shape
             torch.Size([1, 4, 1])
         """
+        check_size("num_candidates", num_candidates)
         data = to_model_device(self.model, None, data)
-        plates = layout_of(self.model, self._one(), data).plates
-        if not plates:
+        if not (plates := layout_of(self.model, self._one(), data).plates):
             text = "for_new needs a model with variables inside the plate of sequences"
             raise ValueError(f"{text}; this one has none, and its draws are those of any data.")
-        known, rows = shared(self.parameters, plates), []
-        with PYRO, torch.no_grad(), poutine.block(), in_mode(False, self.model):
-            for i in range(self.shape.numel()):
-                with AtValues({name: value.flatten(0, 1)[i] for name, value in known.items()}):
-                    nodes = poutine.trace(self.model).get_trace(data).nodes
-                rows.append({name: nodes[name]["value"] for name in plates})
-        for name in plates:
-            known[name] = torch.stack([row[name] for row in rows]).unflatten(0, self.shape)
+        known = shared(self.parameters, plates)
+        flat = [
+            {n: x.flatten(0, 1)[i] for n, x in known.items()} for i in range(self.shape.numel())
+        ]
+        new = _of_new(self.model, flat, data, plates, num_candidates)
+        known |= {name: value.unflatten(0, self.shape) for name, value in new.items()}
         return replace(self, parameters=known, stats={}, marks=marks_of(data))
 
     def map(
@@ -476,6 +481,74 @@ class PosteriorDraws:
         if not torch.allclose(before, after, rtol=1e-4, atol=1e-3):
             text = "priors must be alike for all states, to permute them; their log-density changes"
             raise ValueError(f"{text}. Compare samples as they are: the order has a meaning.")
+
+
+def _of_new(
+    model: Model, samples: list[Any], data: Sequences, plates: Any, num_candidates: int
+) -> dict[str, Tensor]:
+    """Variables of new sequences ``(S, ...)``: each a candidate, chosen by its likelihood.
+
+    Args:
+        model: The Pyro model.
+        samples: Values of the variables that sequences share, of each sample.
+        data: The new sequences.
+        plates: Of the variables of sequences.
+        num_candidates: How many samples of the prior there are to choose from.
+    """
+    rows = []
+    with PYRO, torch.no_grad(), poutine.block(), in_mode(False, model):
+        for values in samples:
+            found: dict[str, Tensor] = {}
+            best = torch.full((len(data),), -torch.inf, device=data.device)
+            for _ in range(num_candidates):
+                with AtValues(values):
+                    nodes = poutine.trace(model).get_trace(data).nodes
+                score = best
+                if num_candidates > 1:  # the largest is a sample in proportion to the likelihood
+                    score = nodes["_RETURN"]["value"].log_prob(data.values)
+                    score = score - torch.empty_like(score).exponential_().log()
+                for name, plate in plates.items():
+                    value = nodes[name]["value"]
+                    better = (score > best).reshape(-1, *(1,) * (-plate.value_dim - 1))
+                    found[name] = torch.where(better, value, found.get(name, value))
+                best = torch.maximum(best, score)
+            rows.append(found)
+    return {name: torch.stack([row[name] for row in rows]) for name in plates}
+
+
+def _saved(draws: PosteriorDraws) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    marks = {} if draws.marks is None else {"": draws.marks}
+    parts = {"parameters": draws.parameters, "stats": draws.stats, "marks": marks}
+    tensors = {f"{part}.{n}": x for part, all_of in parts.items() for n, x in all_of.items()}
+    return tensors, {"kind": "draws", "dims": {n: list(d) for n, d in draws.dims.items()}}
+
+
+def load_draws(directory: FilePath, model: Model) -> PosteriorDraws:
+    """Load samples that :func:`pyrohmm.save` has written, for the model that they are of.
+
+    Args:
+        directory: Where ``save(PosteriorDraws.of(fit), directory)`` has put them.
+        model: The Pyro model, whose code is not saved; a module with parameters without priors has
+            their values: see :func:`pyrohmm.load_into`.
+
+    Raises:
+        FileNotFoundError: If nothing was saved there.
+        ValueError: If the files are damaged, or hold something else.
+
+    Example:
+        >>> draws = PosteriorDraws.of({"bias": torch.rand(2, 5, 3)}, lambda data: None)
+        >>> directory = getfixture("tmp_path") / "draws"
+        >>> save(draws, directory)
+        >>> load_draws(directory, draws.model)
+        PosteriorDraws(2 chains of 5 samples of bias)
+    """
+    tensors, meta = read_directory(directory, "draws")
+    parts: dict[str, dict[str, Tensor]] = {"parameters": {}, "stats": {}}
+    for path, tensor in tensors.items():
+        kind, _, name = path.partition(".")
+        parts.setdefault(kind, {})[name] = tensor
+    marks = parts.pop("marks", {}).get("")
+    return PosteriorDraws(model, **parts, dims=meta["dims"], marks=marks)
 
 
 def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:

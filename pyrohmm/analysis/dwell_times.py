@@ -17,6 +17,7 @@ from .._checks import (
     check_shape,
     check_size,
 )
+from ..data.steps import padded
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
@@ -50,7 +51,8 @@ def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
     a :class:`FactorialHMM` are the runs of ``hmm.chain_states(path)[..., m]``.
 
     Args:
-        states: ``(T,)`` or ``(N, T)`` integers, paths such as those of :meth:`HMM.viterbi`.
+        states: ``(T,)`` or ``(N, T)`` integers, paths such as those of :meth:`HMM.viterbi`, with -1
+            where there is no step; or packed ``(M,)``, with lengths: those of ``fit.predict``.
         lengths: ``(N,)``, steps of each sequence, such as ``hmm.lengths``; T by default.
 
     Example:
@@ -60,11 +62,19 @@ def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
         0 1 2 2 1
         1 2 0 0 1
     """
-    if lengths is None:
-        lengths = torch.full(states.shape[:-1], states.size(-1))
+    states, lengths = paths_of(states, lengths)
     check_shape("lengths", lengths.reshape(-1), (states.shape[:-1].numel(),), "(N,)")
     found = (part.tolist() for part in _runs(states, lengths))
     return [Segment(n, state, t, t + length - 1, length) for n, state, t, length in zip(*found)]
+
+
+def paths_of(states: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Paths ``(N, T)``, or ``(T,)``, and their lengths, of padded or packed states."""
+    if lengths is None:  # -1 is no step
+        return states, (states >= 0).sum(-1).cpu()
+    if states.dim() == 1 and lengths.numel() > 1 and int(lengths.sum()) == len(states):
+        return padded(states, lengths, -1), lengths
+    return states, lengths
 
 
 def _runs(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -17,7 +17,13 @@ from .._imports import imported
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from .dwell_times import dwell_time_hazard, dwell_time_log_prob, dwell_time_log_survival, segments
+from .dwell_times import (
+    dwell_time_hazard,
+    dwell_time_log_prob,
+    dwell_time_log_survival,
+    paths_of,
+    segments,
+)
 from .plot_axes import (
     MOST_TICKS,
     axes_or_new,
@@ -302,8 +308,7 @@ def _decoded(
     """Hazard and survival of decoded visits, ``(K, T)``; NaN where few are at risk."""
     if states is None:
         return (torch.full((num_states, 1), torch.nan),) * 2
-    if lengths is None:
-        lengths = torch.full(states.shape[:-1], states.size(-1))
+    states, lengths = paths_of(states, lengths)
     shares, at_risk = dwell_time_hazard(states, lengths, num_states)
     lasted = torch.nn.functional.pad((1 - shares).cumprod(-1)[:, :-1], (1, 0), value=1.0)
     few = at_risk < LEAST_AT_RISK
@@ -355,7 +360,8 @@ def timeline(
     Of more than 500 sequences every so many are drawn, evenly, which the label of the axis says.
 
     Args:
-        states: ``(T,)`` or ``(N, T)`` integers, such as ``hmm.viterbi(values)``.
+        states: ``(T,)`` or ``(N, T)`` integers, such as ``hmm.viterbi(values)``, with -1 where no
+            step is; or packed, with lengths: ``fit.predict(data), lengths=data.lengths``.
         names: Of the K states; numbers of those that occur by default.
         lengths: ``(N,)``, steps of each sequence; T by default.
         axes: Where to draw; new ones by default.
@@ -368,6 +374,7 @@ def timeline(
         >>> len(axes.collections[0].get_paths())  # visits of the first state
         2
     """
+    states, lengths = paths_of(states, lengths)
     sequence, state, first, last, _ = torch.tensor(segments(states, lengths)).mT
     count = 1 if states.dim() == 1 else len(states)
     every = -(-count // MOST_SEQUENCES)

@@ -331,9 +331,8 @@ class Fit:
             else:
                 if not (hmm.transition_per_step or hmm.emission_per_step):
                     return hmm
-        raise TypeError(
-            f"thing is a fit without one HMM for all data: {reason}. Save fit.hmm(data)."
-        )
+        text = f"thing is a fit without one HMM for all data: {reason}"
+        raise TypeError(f"{text}. Save fit.hmm(data), or PosteriorDraws.of(fit).")
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
         """Fitted HMMs, one for each part of some data."""

@@ -45,7 +45,10 @@ FORMAT = "pyrohmm"
 VERSION = 1  # what is written, and the newest that can be read
 TENSORS = "tensors.safetensors"
 READABLE = "pyrohmm.json"
-KINDS = {"hmm": "load_hmm", "module": "load_into", "language model": "LanguageModel.load"}
+KINDS = {
+    "hmm": "load_hmm", "module": "load_into", "draws": "load_draws",
+    "language model": "LanguageModel.load",
+}  # fmt: skip
 
 
 # One file ------------------------------------------------------------------------------------

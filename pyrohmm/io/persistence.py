@@ -55,6 +55,8 @@ def save(thing: Any, directory: FilePath) -> None:
     Of a module its ``state_dict()`` is saved, not its code: :func:`load_into` puts it into a module
     that was built in the same way. Variables that have a prior are no part of it: save the fit. Of
     a fit, or an estimator, the HMM is saved, for other data ``load_hmm(directory).with_lengths``.
+    Of a fit by SVI or a sampler, ``PosteriorDraws.of(fit)`` keeps the posterior, with the variables
+    of each sequence: see :func:`load_draws`.
     An HMM is saved whole: see :func:`load_hmm`. No gradient information is saved.
 
     At any moment there is the old content or the new one, whole. Links to files in the directory
@@ -64,8 +66,8 @@ def save(thing: Any, directory: FilePath) -> None:
     Args:
         thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`SecondOrderHMM`,
             :class:`ContinuousTimeHMM` or
-            :class:`BlockHMM`; a :class:`Fit` or an estimator; or a ``torch.nn.Module`` such as an
-            :class:`HMMModule`.
+            :class:`BlockHMM`; a :class:`Fit` or an estimator; :class:`PosteriorDraws`; or a
+            ``torch.nn.Module`` such as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
@@ -141,6 +143,8 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
 
 def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and JSON metadata of an HMM, a fit or a module."""
+    if hasattr(thing, "draws_to_save"):
+        return thing.draws_to_save()
     thing = thing.hmm_to_save() if hasattr(thing, "hmm_to_save") else thing
     if isinstance(thing, HMM) and _CHAINS.get(type(thing)) is type(thing.chain):
         return _describe_hmm(thing)

@@ -50,6 +50,7 @@ EXAMPLES = """examples:
   python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
   python -m pyrohmm.language --load model --generate 5 --prompt "once upon"
   python -m pyrohmm.language --load model --generate 5 --must sea "the ship" --longest 20
+a model of the texts of a transformer: pyrohmm.language.distil, in Python
 """
 
 
@@ -311,7 +312,7 @@ def _add(group: Any, function: Callable[..., Any], flags: dict[str, str]) -> Non
         else:
             kinds: tuple[type, ...] = (int, float)
             kind["type"] = next((each for each in kinds if each.__name__ in str(annotation)), str)
-        text = f"Not so: {texts[name]}" if default is True else texts[name]
+        text = f"without this: {texts[name]}" if default is True else texts[name]
         shown = "" if isinstance(default, bool | None) else f" (default: {default})"
         group.add_argument(
             f"--{flag}", dest=name, default=argparse.SUPPRESS, help=f"{text}{shown}", **kind

@@ -6,8 +6,9 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.distributions import Categorical, Dirichlet
+from pyro.distributions import Categorical, Dirichlet, Normal
 from pyro.infer import MCMC, NUTS
+from pyro.infer.autoguide import AutoNormal
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -20,7 +21,10 @@ from pyrohmm import (
     categorical,
     draws,
     fit_svi,
+    load_draws,
+    load_hmm,
     normal_tied,
+    save,
     tied,
 )
 from pyrohmm.infer.sampled import summary_of
@@ -327,3 +331,46 @@ def test_chains_of_a_sampler(monkeypatch):
     for chain in range(2):
         wanted[chain, mcmc.diagnostics()["divergences"][f"chain {chain}"]] = True
     assert torch.equal(some.stats["diverging"], wanted)
+
+
+def own_level(data):
+    """A level for each sequence, around one of all."""
+    centre, zero = pyro.sample("centre", Normal(0.0, 1.0)), torch.zeros(1, 1)
+    with pyro.plate("subjects", data.total, subsample=data.indices):
+        level = pyro.sample("level", Normal(centre, 1.0))
+        hmm = HMM(zero[0], zero, Normal(level.unsqueeze(-1), 1.0), data.lengths, data.observed)
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+def test_new_sequences_are_conditioned_on_their_data():
+    """Of normal numbers the posterior is known: its precision is that of the prior and T more."""
+    new = Sequences.from_list([[1.0, 2.0]] * 300 + [[-1.5]] * 300)
+    draws = PosteriorDraws.of(
+        {"centre": torch.full((1, 4), 0.5), "level": torch.zeros(1, 4, 2)}, own_level
+    )
+    levels = draws.for_new(new, num_candidates=200).parameters["level"].reshape(4, 2, 300)
+    for group, (total, count) in enumerate([(3.0, 2), (-1.5, 1)]):
+        some = levels[:, group].flatten()
+        assert some.mean().item() == pytest.approx((0.5 + total) / (count + 1), abs=0.08)
+        assert some.var().item() == pytest.approx(1 / (count + 1), rel=0.15)
+    prior = draws.for_new(new).parameters["level"]
+    assert prior.mean().item() == pytest.approx(0.5, abs=0.1)
+
+
+def test_draws_are_saved_with_what_belongs_to_each_sequence(tmp_path):
+    data = Sequences.from_list([[1.0, 2.0], [0.5]])
+    fit = fit_svi(own_level, AutoNormal(own_level), data, num_iterations=2)
+    draws = PosteriorDraws.of(fit, num_draws=7, dims={"centre": ()})
+    save(draws, tmp_path / "draws")
+    loaded = load_draws(tmp_path / "draws", own_level)
+    assert loaded.parameters.keys() == draws.parameters.keys()
+    for name, value in {**draws.parameters, **draws.stats}.items():
+        assert torch.equal({**loaded.parameters, **loaded.stats}[name], value)
+    assert (loaded.dims, loaded.shape) == ({"centre": []}, (1, 7))
+    both = [each.map(data, lambda hmm: hmm.log_prob(data.values)) for each in (draws, loaded)]
+    assert torch.equal(*both)
+    with pytest.raises(ValueError, match="variables of its own"):  # recognised by their marks
+        loaded.hmm(Sequences.from_list([[9.0, 2.0], [0.5]]))
+    with pytest.raises(ValueError, match="load_draws"):
+        load_hmm(tmp_path / "draws")

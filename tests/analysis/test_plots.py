@@ -281,6 +281,18 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
     assert texts(axes.get_legend().get_texts()) == ["a", "b"]
 
 
+def test_a_timeline_has_no_bar_where_there_is_no_step(axes):
+    """Of packed states with lengths, or of padded ones with -1."""
+    packed, lengths = torch.tensor([1, 1, 0, 1]), torch.tensor([3, 1])
+    padded = torch.tensor([[1, 1, 0], [1, -1, -1]])
+    assert queries.segments(packed, lengths) == queries.segments(padded)
+    plots.timeline(packed, lengths=lengths, axes=axes)
+    assert [len(bars.get_paths()) for bars in axes.collections] == [1, 2]
+    axes.clear()
+    plots.timeline(padded, axes=axes)
+    assert [len(bars.get_paths()) for bars in axes.collections] == [1, 2]
+
+
 def test_steps_lie_at_their_times_in_local_hours(axes):
     """Of the column of a table, whose name the axis has; numbers of steps without one."""
     when = pd.Series(pd.date_range("2026-03-29", periods=4, freq="h", tz="Europe/Berlin"))
