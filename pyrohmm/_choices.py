@@ -35,7 +35,8 @@ WORTH = 2_000_000
 """Multiplications for which a compiled loop is given one more thread: 0.3 to 1 ms."""
 
 WIDEST = 128
-"""States up to which compiled loops are faster than matrix products of torch, 64 sequences."""
+"""States up to which compiled loops are faster than matrix products of torch, 64 sequences, and of
+which the registers of a CUDA device hold a matrix."""
 
 WIDEST_PATHS = 1 << 16
 """States up to which loops, which note a state in two bytes, find best paths: ten times at 256."""
@@ -48,7 +49,8 @@ SIDE_BY_SIDE = 16
 
 CHUNKS, CHUNKED_ON_DEVICE = (256, 1000), 32_000
 """Fewest steps, and most sequences times K^2, that torch takes in chunks side by side: 2.4 to 24
-times below, 1.2 to 1.6 there. On an accelerator, where launches count, it is estimated."""
+times below, 1.2 to 1.6 there. On an accelerator without Triton, where launches count, it is
+estimated."""
 
 CLOSE = 256
 """Rounding errors by which messages at the ends of chunks may differ from those of a scan."""
