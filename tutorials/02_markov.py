@@ -153,8 +153,7 @@ guide = AutoNormal(
 svi = fit_svi(marginal, guide, data, num_iterations=10 if SMOKE else 1000, learning_rate=0.01)
 print(svi.summary())
 
-hmms = [svi.hmm(data) for _ in range(20 if SMOKE else 400)]
-sixes = torch.stack([sample.emission.probs[:, 5].max() for sample in hmms])
+sixes = svi.samples(20 if SMOKE else 400)["faces"][..., 5].amax(-1)
 low, high = sixes.quantile(torch.tensor([0.05, 0.95])).tolist()
 print(f"p(six | loaded): 90 % interval {low:.3f} to {high:.3f}; the truth is 0.500")
 
@@ -173,7 +172,7 @@ right.plot(posterior, label="p(loaded | rolls)")
 right.fill_between(
     range(data.num_steps), data.labels[0], step="mid", color="0.85", label="loaded die in use"
 )
-right.set_xlabel("roll")
+right.set(xlabel="roll", ylabel="probability")
 right.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
 if Path("figures").is_dir() and not SMOKE:
     figure.savefig("figures/casino.png", dpi=150)
