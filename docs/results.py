@@ -690,6 +690,34 @@ def large_data_table() -> str:
     return table(["steps", "parts", "seconds an iteration", "memory added, MB"], body)
 
 
+def ranks_table() -> str:
+    """Processor time of an iteration on several ranks over that on one, and messages."""
+    body = []
+    for row in rows("ranks", part="fits", ranks=1):
+        two, four = (one("ranks", part="fits", fit=row["fit"], ranks=size) for size in (2, 4))
+        times = [plain(each["times"], 2) for each in (two, four)]
+        body.append(
+            [row["fit"], plain(1000 * row["seconds"], 0), *times, plain(four["calls"], 0),
+             plain(four["megabytes"], 2), four.get("why", DASH)]
+        )  # fmt: skip
+    header = ["fit", "ms on one rank", "2 ranks, times", "4 ranks, times", "calls", "MB", "because"]
+    return table(header, body)
+
+
+def ranks_numbers() -> dict[str, str]:
+    """What the page on scale says of a corpus in a file, and of minibatches that ranks divide."""
+    each = rows("ranks", part="corpus")
+    numbers = {
+        f"times_{row['fit']}": plain(row["times"]) for row in rows("ranks", part="tokens", ranks=4)
+    }
+    return numbers | {
+        "corpus_tokens": f"{each[0]['tokens']:,}",
+        "corpus_before": f"{max(row['memory_before_mb'] for row in each):.0f}",
+        "corpus_memory": f"{max(row['memory_mb'] for row in each):.0f}",
+        "corpus_ready": f"{max(r['ready_seconds'] + r['first_round_seconds'] for r in each):.0f}",
+    }
+
+
 def growth_table() -> str:
     """Nanoseconds and memory of a row at a million of them, by the shape of the data."""
     found = [row for row in rows("growth") if 0.5e6 < row["rows"] < 2e6]
@@ -1051,6 +1079,7 @@ TABLES = {
     "durations": durations_table,
     "large_data": large_data_table,
     "growth": growth_table,
+    "ranks": ranks_table,
     "steering": steering_table,
     "ngram": ngram_table,
     "music": music_table,
@@ -1402,4 +1431,5 @@ def substitutions() -> dict[str, Any]:
         "intervals": intervals_numbers(),
         "laplace": laplace_numbers(),
         "published": published_numbers(),
+        "ranks": ranks_numbers(),
     }

@@ -54,7 +54,7 @@ def measure(path: Path, size: int) -> dict[str, Any]:
         fit = fit_em(TabularHMM(NUM_STATES, categorical(NUM_SYMBOLS)), data, **options)
         seconds = time.perf_counter() - start_time
     return {
-        "steps": size, "states": NUM_STATES, "symbols": NUM_SYMBOLS, "parts": len(data),
+        "steps": size, "states": NUM_STATES, "symbols": NUM_SYMBOLS, "parts": len(data.sizes),
         "e_steps": NUM_STEPS + 1, "seconds": seconds,
         "steps_per_second": size * (NUM_STEPS + 1) / seconds,
         "file_mb": path.stat().st_size / 2**20, "memory_before_mb": before,

@@ -9,11 +9,11 @@ batches in the round, so that the mean loss of a round is exactly that of the wh
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,22 +26,10 @@ JITTER = 0.1  # share of itself by which a length may appear longer when sequenc
 NOTHING = 1e-300  # weight of a window that stands in where none is left
 
 
-class Alone:
-    """The only rank: nothing is divided or communicated. ``ProcessGroup`` is that of several."""
-
-    size, rank = 1, 0
-
-    def share(self, data: Any) -> Any:
-        """The part of the data, or of a batch, that this rank takes."""
-        return data
-
-    def from_first(self, numbers: Tensor) -> Tensor:
-        """``numbers`` of rank 0."""
-        return numbers
-
-    def most(self, numbers: Tensor) -> Tensor:
-        """Largest of the ``numbers`` of all ranks, one by one."""
-        return numbers
+# the only rank, by which nothing is divided or communicated
+ALONE = SimpleNamespace(
+    size=1, rank=0, **dict.fromkeys(("share", "from_first", "most"), lambda whole: whole)
+)
 
 
 def dealt(lengths: Tensor, rank: int, size: int) -> Tensor:
@@ -126,9 +114,9 @@ class Batches:
         *,
         batch_tokens: int | None = None,
         windows: tuple[int, int] | None = None,
-        group: Any = None,
+        group: Any = ALONE,
     ) -> None:
-        self.group: Any = Alone() if group is None else group
+        self.group = group
         self.streams = None if windows is None else range(windows[0])
         if windows is not None:
             self._check_windows(data, windows[0])
@@ -325,10 +313,9 @@ def _similar(lengths: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def _cut_finer(batches: list[Tensor], count: int) -> list[Tensor]:
     """Halve the largest batches until there are ``count``."""
-    heap = [(-len(batch), number, batch) for number, batch in enumerate(batches)]
-    heapq.heapify(heap)
-    while len(heap) < count:
-        _, number, batch = heapq.heappop(heap)
-        for half, place in zip(batch.tensor_split(2), (number, len(heap) + 1)):
-            heapq.heappush(heap, (-len(half), place, half))
-    return [batch for _, _, batch in sorted(heap, key=lambda each: each[1])]
+    while len(batches) < count:
+        order = sorted(range(len(batches)), key=lambda n: len(batches[n]), reverse=True)
+        halved = {n for n in order[: count - len(batches)] if len(batches[n]) > 1}
+        pieces = [b.tensor_split(1 + (n in halved)) for n, b in enumerate(batches)]
+        batches = [piece for each in pieces for piece in each]
+    return batches

@@ -313,7 +313,7 @@ class Loop(FitLoop):
     def _whole_set(self) -> tuple[Tensor, Sums]:
         """The loss and the statistics of all the data, in minibatches."""
         data, seen, total = self.batches.data, 0, torch.zeros(())
-        if isinstance(data, Parts):
+        if isinstance(data, Parts) or data.sharded:  # of which ranks have unlike numbers
             return self.expect(self.group.share(data))
         average: Sums = {}
         for chosen in torch.arange(len(data)).split(self.batches.batch_size):

@@ -10,6 +10,7 @@ from fits import outcome
 from torch import distributed
 
 from pyrohmm import (
+    LanguageModel,
     MarginalModel,
     NeuralHMM,
     Sequences,
@@ -19,6 +20,7 @@ from pyrohmm import (
     categorical,
     fit_em,
     fit_map,
+    language,
     starts,
 )
 from pyrohmm.data import StoredSequences
@@ -49,6 +51,25 @@ def neural():
     return NeuralHMM(4, 3, 8, blocks=each, two_level=True)
 
 
+LINES = ["a b", "", "b a a c", "c", "a a b", "c a", "b b b b c c a"]
+
+
+def corpus():
+    """Sentences in a file, which the first rank writes."""
+    words = language.count_words(LINES)
+    if not distributed.is_initialized():
+        return language.write_corpus("corpus.tokens", LINES, words)
+    if distributed.get_rank() == 0:
+        language.write_corpus("corpus.tokens", LINES, words)
+    distributed.barrier()
+    return language.open_corpus("corpus.tokens", words)
+
+
+def text_model(**options):
+    each = blocks.from_clusters(torch.tensor([0, 2, 1, 0, 1]), torch.tensor([2, 3, 2]))
+    return LanguageModel(language.count_words(LINES), each, 4, dropout=0.0, **options)
+
+
 # All as one process computes it
 SAME = {
     "em": lambda: fit_em(
@@ -67,6 +88,10 @@ SAME = {
     "minibatches of what is stored": lambda: fit_map(
         MarginalModel(tabular()), STORED, num_iterations=9, batch_tokens=20
     ),
+    "sentences": lambda: text_model().fit(corpus(), num_epochs=2, batch_tokens=30),
+    "a text": lambda: text_model(contiguous=True).fit(
+        corpus(), num_epochs=2, batch_tokens=20, num_streams=4
+    ),
     "windows": lambda: fit_map(
         StatefulModel(neural(), 3), STORED, num_iterations=12, windows=(3, 5), tolerance=None
     ),
@@ -79,12 +104,29 @@ def run(name):
     return outcome(SAME[name]())
 
 
+def own_minibatches():
+    """Losses and parameters of fits to minibatches of each rank's own data."""
+    pyro.set_rng_seed(0)
+    fits = [
+        fit_map(MarginalModel(neural()), own(), num_iterations=9, batch_tokens=20, sharded=True),
+        fit_map(MarginalModel(tabular()), [own()], num_iterations=9, batch_size=3, sharded=True),
+        text_model().fit(corpus(), num_epochs=2, batch_tokens=20, sharded=True),
+        text_model(contiguous=True).fit(
+            corpus(), num_epochs=2, batch_tokens=20, num_streams=2, sharded=True
+        ),
+        fit_em(tabular(), own(), num_iterations=9, batch_size=3, sharded=True),
+    ]  # fmt: skip
+    return [outcome(fit) for fit in fits] + [fit.num_observed for fit in fits]
+
+
 def work(rank, directory):
+    os.chdir(directory)
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     place = f"file://{directory / 'meeting'}"
     distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
     found = {name: run(name) for name in SAME}
+    found["own"] = own_minibatches()
     torch.save(found, directory / f"found_{rank}")
     distributed.destroy_process_group()
 
@@ -99,11 +141,22 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_shares_of_two_processes_are_fitted_as_the_whole(name, found):
+def test_shares_of_two_processes_are_fitted_as_the_whole(name, found, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     expected = run(name)
-    least = 1e-7 if name == "windows" else 1e-9  # Adam's steps along a gradient of zero
+    # Adam's steps along a gradient of zero
+    least = 1e-7 if name in ("windows", "sentences", "a text") else 1e-9
     for results in found:
         torch.testing.assert_close(results[name], expected, rtol=1e-9, atol=least)
+
+
+def test_minibatches_of_its_own_leave_every_rank_with_the_same_model(found):
+    one, other = (results["own"] for results in found)
+    for here, there in zip(one[:5], other[:5], strict=True):
+        assert all(map(torch.equal, here, there))
+        assert all(bool(part.isfinite().all()) for part in here)
+    assert one[5:] == other[5:]
+    assert one[5] == len(SYMBOLS)
 
 
 # Without communication
