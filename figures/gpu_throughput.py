@@ -31,7 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # jax would tak
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, interleaved, launches, pyplot, write
+from common import arguments, earlier, interleaved, launches, pyplot, save, write
 from common.problems import Problem as Peer
 from common.problems import jax
 from pyro.distributions import Categorical, DiscreteHMM, Normal
@@ -354,8 +354,7 @@ def draw(rows: list[Row]) -> None:
         axis.set_xlabel(label)
     marks = sorted({f"{row['date']}: {row['card']}, version {row['pyrohmm']}" for row in rows})
     figure.suptitle("; ".join(marks), fontsize=8)
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    save(figure, NAME)
 
 
 def main() -> None:
