@@ -17,6 +17,7 @@
 # The data are simulated from known parameters, so that the fits can be checked.
 
 # %%
+import math
 import os
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from pyrohmm import (
     HMM,
     HMMModule,
     MarginalModel,
+    PosteriorDraws,
     Sequences,
     TabularHMM,
     fit_em,
@@ -192,31 +194,31 @@ print(svi.summary())
 
 
 # %%
-def score(hmms):
-    """Log predictive density in nats per observed hour."""
-    totals = torch.stack([hmm.log_prob(held_out.values).sum() for hmm in hmms])
-    return ((totals.logsumexp(0) - torch.tensor(len(hmms)).log()) / held_out.num_observed).item()
+def score(hmm):
+    """Log predictive density in nats per observed hour; the HMM may be of S samples."""
+    totals = hmm.log_prob(held_out.values).sum(-1).flatten()
+    return ((totals.logsumexp(0) - math.log(len(totals))) / held_out.num_observed).item()
 
 
 def accuracy(hmm):
     return metrics.one_to_one_accuracy(hmm.viterbi(held_out.values), states)
 
 
-samples = [svi.hmm(held_out) for _ in range(10 if SMOKE else 200)]
+samples = PosteriorDraws.of(svi, num_draws=10 if SMOKE else 200).hmm(held_out)
 rows = {
-    "truth": [truth],
-    "normal, EM": [rough.hmm(held_out)],
-    "ours, EM": [em.hmm(held_out)],
-    "ours, MAP": [point.hmm(held_out)],
-    "ours, SVI": samples,
+    "truth": (truth, truth),
+    "normal, EM": (rough.hmm(held_out),) * 2,
+    "ours, EM": (em.hmm(held_out),) * 2,
+    "ours, MAP": (point.hmm(held_out),) * 2,
+    "ours, SVI": (samples, svi.hmm(held_out)),
 }
 print("          nats per hour  states right")
-for name, hmms in rows.items():
-    print(f"{name:10s} {score(hmms):13.4f} {accuracy(hmms[0]):13.1%}")
+for name, (hmm, one) in rows.items():
+    print(f"{name:10s} {score(hmm):13.4f} {accuracy(one):13.1%}")
 
 # %% [markdown]
 # Our emission is close to the score of the truth. The normal emission is not, and more data would
-# not help, because the model is wrong. (For SVI, one sample of the parameters decodes the states.)
+# not help, because the model is wrong. (For SVI, the medians of the parameters decode the states.)
 #
 # ## Parameters and credible intervals
 #
@@ -240,12 +242,11 @@ def ordered(values, order):
 by_em = ordered(em.parameters, state_order(em.hmm(held_out)))
 map_order = state_order(point.hmm(held_out))
 by_map = ordered(point.parameters, map_order)
-samples = [ordered(svi.parameters, map_order) for _ in range(10 if SMOKE else 500)]
+samples = ordered(svi.samples(10 if SMOKE else 500), map_order)
 covered = []
 print(f"{'':20s}truth    EM   MAP  SVI, 90 %")
 for name, true in true_values.items():
-    values = torch.stack([sample[name] for sample in samples])
-    low, high = values.quantile(torch.tensor([0.05, 0.95]), 0)
+    low, high = samples[name].quantile(torch.tensor([0.05, 0.95]), 0)
     covered += ((low <= true) & (true <= high)).flatten().tolist()
     columns = torch.stack([true, by_em[name], by_map[name], low, high], -1).reshape(-1, 5)
     for k, (a, b, c, d, e) in enumerate(columns.tolist()):
@@ -419,7 +420,7 @@ by_hour = fit_map(model, diary, num_iterations=5 if SMOKE else 200, learning_rat
 guide = AutoNormal(model, init_loc_fn=init_to_value(values=by_hour.parameters), init_scale=0.05)
 svi_by_hour = fit_svi(model, guide, diary, num_iterations=5 if SMOKE else 200)
 print(by_hour.summary())
-slopes = torch.stack([svi_by_hour.parameters["module.slope"] for _ in range(10 if SMOKE else 500)])
+slopes = svi_by_hour.samples(10 if SMOKE else 500)["module.slope"]
 low, high = slopes.quantile(torch.tensor([0.05, 0.95])).tolist()
 print(f"slope: truth 1.50, MAP {by_hour.parameters['module.slope']:.2f}, ", end="")
 print(f"SVI 90 % between {low:.2f} and {high:.2f}")
