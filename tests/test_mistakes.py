@@ -197,7 +197,8 @@ def test_queries(mistake, error, words):
      TypeError, r"vocabulary must be a Vocabulary; got list. Give Vocabulary\(symbols\)"),
     ("words and what is missing", lambda: Vocabulary.from_counts(["a", 1, None]), TypeError,
      "symbols must be texts; got NoneType, int among them"),
-    ("an inverted mask", lambda: data(observed=~BOOLEANS), UserWarning,
+    ("an inverted mask", lambda: data(VECTORS.reshape(2, 6), None, observed=torch.zeros(2, 6) > 0),
+     UserWarning,
      "observed is False at every step; .* Give ~observed"),
     ("tags without those of training", lambda: corpus_of(
         "test", [Entry(1, ["a"], ["x"])], vocabulary=Vocabulary(["a"])), ValueError,

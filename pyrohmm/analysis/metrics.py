@@ -78,11 +78,13 @@ def perplexity(model: HMM | Fit, data: Data, batch_size: int = 256) -> Perplexit
         perplexity 4.00 over 3 tokens
     """
     data = in_parts(data)
-    some = data if isinstance(data, Sequences) else data.first
-    hmm = model.hmm(some[:1]) if isinstance(model, Fit) and not model.plates else model
-    if isinstance(hmm, HMM) and not hmm.emission.support.is_discrete:
-        text = "perplexity is of symbols or counts; of a density it depends on the unit"
-        raise ValueError(f"{text}. Ask fit.score(data) / data.num_observed, in nats.")
+    one = (data if isinstance(data, Sequences) else data.first)[:1]
+    if one.known_values.dtype.is_floating_point:  # of counts, or a density
+        hmm = model.hmm(one) if isinstance(model, Fit) and not model.plates else model
+        emission = getattr(hmm, "emission", None)
+        if emission is not None and not getattr(emission, "initial", emission).support.is_discrete:
+            text = "perplexity is of symbols or counts; of a density it depends on the unit"
+            raise ValueError(f"{text}. Ask fit.score(data) / data.num_observed, in nats.")
     total = log_evidence(model, data, batch_size).double().sum().item()
     return Perplexity.of(total, data.num_observed)
 

@@ -109,7 +109,8 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         found = {"values": values} | {
             n: padded_part(n, x, values) for n, x in parts.items() if x is not None
         }
-        if observed is not None and not found["observed"].any():
+        many = values.size(0) * values.size(1) > 8  # of which not all are missing by chance
+        if observed is not None and many and not found["observed"].any():
             text = "observed is False at every step; it must be True where there is a value"
             warnings.warn(f"{text}. Give ~observed for the masks of other packages.", stacklevel=2)
         rows = {name: packed(part, lengths) for name, part in found.items()}
