@@ -183,6 +183,8 @@ class Training(FitLoop):
 
     def refusals(self) -> list[str]:
         """Warn, and note, if samples of the guide will not lie side by side in the model."""
+        if not self.objective.supports:
+            return []
         few = torch.arange(min(2, len(self.probe)))
         data = self.probe if self.objective.plates else self.probe.batch(few)
         with torch.no_grad(), poutine.block(), torch.random.fork_rng():

@@ -400,7 +400,7 @@ def test_patience_ends_a_fit_after_so_many_validations_without_a_better_one():
 def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
     def model(data):
         loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-        emission = dist.Normal(torch.stack([loc]), 1.0)
+        emission = dist.Normal(loc.unsqueeze(-1), 1.0)
         hmm = HMM(torch.zeros(1), torch.zeros(1, 1), emission, data.lengths)
         with pyro.plate("data", len(data)):
             pyro.sample("x", hmm, obs=data.values)
