@@ -4,6 +4,8 @@ import importlib
 import json
 from pathlib import Path
 
+import pytest
+
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 
 
@@ -52,3 +54,28 @@ def test_the_kneser_ney_5_gram_of_the_penn_treebank_is_that_of_mikolov():
     assert all((row["valid_tokens"], row["test_tokens"]) == tokens[row["data"]] for row in rows)
     (row,) = (row for row in rows if row["part"] == "kneser-ney-ptb")
     assert round(row["test_perplexity"], 1) == row["paper_test"]
+
+
+@pytest.mark.parametrize("two_level", [True, False])
+def test_a_step_holds_the_transitions_of_pairs_of_blocks_less_than_twice(two_level, monkeypatch):
+    """Once, and their gradient by a quarter; those of one step; sums over all states apart."""
+    monkeypatch.syspath_prepend(FIGURES)
+    memory = importlib.import_module("block_memory")
+    sizes = {"number": 16, "dim": 8, "words": 64, "sequences": 64, "steps": 8}
+    for states in (8192, 16384):
+        row = memory.count(states, two_level, 0.5, **sizes)
+        assert (row["kept"], row["pairs"]) == (states // 2, 210)
+        step = 4e-9 * 64 * (row["kept"] // 16) ** 2
+        sums = 0 if two_level else 4.1 * 4e-9 * row["kept"] ** 2
+        assert row["gigabytes"] <= 1.85 * row["table"] + step + sums
+        assert row["operations"] <= 330
+
+
+def test_the_largest_models_fit_into_the_memory_of_a_card():
+    rows = json.loads((FIGURES / "block_memory.json").read_text())["rows"]
+    held = {(row["states"], row["levels"]): row for row in rows if row["dropout"] == 0.5}
+    whole = {(row["states"], row["levels"]): row for row in rows if row["dropout"] == 0.0}
+    for levels in (1, 2):
+        assert whole[32768, levels]["gigabytes"] < 16
+        assert held[65536, levels]["gigabytes"] < 40
+        assert held[131072, levels]["gigabytes"] < 80

@@ -27,6 +27,7 @@ from ..ops.log_space import finite_or_zero, logsumexp, normalised, step_mask
 from ..ops.markov import refuse_nan, sample_path
 from ..ops.products import take_rows
 from ..ops.recursions import Posterior
+from ..ops.tensor_cache import cached, cached_on
 from .base import Chain, ExpectedCounts, gradients
 from .markov import MarkovChain, PathFactors
 
@@ -215,7 +216,8 @@ class BlockChain(MarkovChain):
         block, device = seen.blocks[:, 0].clamp(max=self.blocks.num_blocks - 1), seen.logs.device
         first = seen.first
         if first is None:
-            states = self.blocks.states[block].to(device)
+            states = cached(seen.blocks, lambda: self.blocks.states[block], self.blocks.states)
+            states = cached_on(device, states)
             first = take_rows(self.log_initial.unsqueeze(-1), states.clamp(min=0)).squeeze(-1)
             first = first.masked_fill(states < 0, -torch.inf)
         if self.carried is None or isinstance(self.transition, Tensor):

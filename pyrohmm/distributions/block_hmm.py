@@ -49,9 +49,7 @@ class BlockSymbols:
     def __init__(self, log_probs: Tensor, blocks: Blocks) -> None:
         check_floats("log_emission", log_probs)
         check_shape("log_emission", log_probs, (blocks.num_symbols, blocks.width), "(V, w)")
-        self.blocks = blocks
-        exists = (blocks.states[blocks.symbol_block] >= 0).to(log_probs.device)
-        self.log_probs = log_probs.masked_fill(~exists, -torch.inf)
+        self.blocks, self.log_probs = blocks, blocks.without_others(log_probs)
 
     @property
     def batch_shape(self) -> torch.Size:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..._checks import check_floats, check_shape, check_tensor
 from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import log_softmax_of_parts
 from ..tensor_cache import cached, cached_on, lazy
-from .pairs import GROUPS
-from .states import Blocks, offsets
+from .pairs import BlockPairs
+from .states import Blocks
 from .transitions import at_once
 
 LOW = (torch.bfloat16, torch.float16)
@@ -122,49 +121,20 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
         bias: ``(V,)``.
         blocks: Which states may emit which symbol.
     """
-    members, place, order, sizes = _by_number(blocks, emit.device)
-    vectors = pad(words, (0, 0, 0, 1)).index_select(0, members)
-    biases = pad(bias, (0, 1), value=-torch.inf).index_select(0, members)
-    states = blocks.by_block(emit).index_select(0, order)
-    rows = [count * width for count, width in sizes]
-    parts = zip(sizes, vectors.split(rows), biases.split(rows), states.split([n for n, _ in sizes]))
+    device, owner = emit.device, blocks.symbol_block
+    every = torch.arange(len(owner), device="cpu")
+    pairs = cached(
+        owner, lambda: BlockPairs(owner * len(owner) + every, len(owner), device),
+        f"{device}".encode(),
+    )  # fmt: skip
+    place = cached_on(device, pairs.index)
+    biases = bias.new_full((len(pairs),), -torch.inf).index_copy(0, place, bias)
+    vectors = words.index_select(0, cached_on(device, pairs.target))
+    states = blocks.by_block(emit).index_select(0, cached_on(device, pairs.sources))
     found = [
-        torch.baddbmm(bias.view(*size, 1), vector.view(*size, -1), state.mT).log_softmax(1)
-        for size, vector, bias, state in parts
-    ]
-    table = torch.cat([part.flatten(0, 1) for part in found]).index_select(0, place)
-    if blocks.are_equal:
-        return table
-    beyond = (blocks.states < 0)[blocks.symbol_block].to(table.device)
-    return table.masked_fill(beyond, -torch.inf)
-
-
-def _by_number(
-    blocks: Blocks, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int]]]:
-    """Blocks in groups with about as many symbols each, on a CPU of one block.
-
-    Symbols of all groups, V as padding; where each symbol is; the order of blocks; and of each
-    group how many blocks it has, and how many symbols of each.
-    """
-    count = blocks.num_blocks
-    each = 1 if device.type == "cpu" else -(-count // GROUPS)
-
-    def made() -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int]]]:
-        owner = blocks.symbol_block
-        number = owner.bincount(minlength=count)
-        order = number.argsort(descending=True, stable=True)
-        most = number[order][::each]
-        begin = offsets(most.repeat_interleave(each)[:count])
-        symbols = owner.argsort(stable=True)
-        place = torch.empty_like(symbols)
-        rank = torch.arange(len(owner)) - offsets(number)[owner[symbols]]
-        place[symbols] = begin[order.argsort()][owner[symbols]] + rank
-        members = torch.full((int(begin[-1]),), len(owner))
-        members[place] = torch.arange(len(owner))
-        groups = [(len(part), int(size)) for part, size in zip(order.split(each), most)]
-        return members, place, order, groups
-
-    *indices, sizes = cached(blocks.symbol_block, made, f"{each}".encode())
-    members, place, order = (cached_on(device, x) for x in indices)
-    return members, place, order, sizes
+        torch.baddbmm(bias.view(len(state), -1, 1), vector.view(len(state), -1, vector.size(-1)),
+                      state.mT).log_softmax(1).flatten(0, 1)
+        for bias, vector, state in zip(*(x.split(pairs.sizes) for x in (biases, vectors)),
+                                       states.split(pairs.each))
+    ]  # fmt: skip
+    return blocks.without_others(torch.cat(found).index_select(0, place))

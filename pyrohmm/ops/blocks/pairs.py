@@ -36,21 +36,22 @@ class BlockPairs:
         source, target: ``(P,)``.
         keys: ``(P,)``, of the pairs.
         sizes: Number of pairs of each group.
+        sources, each: Source blocks of all groups, of each ``each``; the last may have fewer.
     """
 
     def __init__(self, keys: Tensor, count: int, device: torch.device) -> None:
         keys, index = keys.unique(return_inverse=True)
         first, number = (keys // count).unique_consecutive(return_counts=True)
-        self._size = 1 if device.type == "cpu" else max(1, -(-len(first) // GROUPS))
+        self.each = 1 if device.type == "cpu" else max(1, -(-len(first) // GROUPS))
         order = number.argsort(descending=True, stable=True)
-        widths = number[order][:: self._size].repeat_interleave(self._size)[: len(first)]
+        widths = number[order][:: self.each].repeat_interleave(self.each)[: len(first)]
         begin = offsets(widths)
         places = torch.arange(len(keys)) - offsets(number)[:-1].repeat_interleave(number)
         places += begin[order.argsort()].repeat_interleave(number)
         self.index, self._device = places[index], device
-        self._sources = first[order]
-        self.sizes = pad(begin[:-1][:: self._size], (0, 1), value=int(begin[-1])).diff().tolist()
-        self.source = self._sources.repeat_interleave(widths)
+        self.sources = first[order]
+        self.sizes = pad(begin[:-1][:: self.each], (0, 1), value=int(begin[-1])).diff().tolist()
+        self.source = self.sources.repeat_interleave(widths)
         self.target = torch.zeros_like(self.source).index_copy(0, places, keys % count)
         self.keys = self.source * count + self.target
 
@@ -59,9 +60,9 @@ class BlockPairs:
 
     def groups(self, *parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Of each group its source blocks ``(g,)``, targets ``(g C,)``, and part of all pairs."""
-        sources, targets = (cached_on(self._device, x) for x in (self._sources, self.target))
+        sources, targets = (cached_on(self._device, x) for x in (self.sources, self.target))
         pieces = (x.split(self.sizes) for x in (targets, *parts))
-        return zip(sources.split(self._size), *pieces)
+        return zip(sources.split(self.each), *pieces)
 
     @property
     def all_keys(self) -> Tensor:
@@ -105,6 +106,7 @@ def softmax_of_pairs(
             to_left.index_copy_(0, sources, torch.bmm(changed.mT, entered))
             entered = torch.bmm(changed, left.index_select(0, sources))
             to_right.index_add_(0, targets, entered.view(len(targets), width, -1).to(out.dtype))
+            del weight, changed, entered  # before those of the next group are made
         return blocks.of_states(to_left), blocks.of_states(to_right.to(right.dtype))
 
     return out, gradient

@@ -289,10 +289,10 @@ class BlockMessages:
         ]  # fmt: skip
         of = self._here(moves.of).split(moves.further)
         for there, here, more, count in zip(*lines, of, moves.pairs.sizes):
-            found = torch.bmm(there[:count].mT, here[:count])
+            found = [torch.bmm(there[:count].mT, here[:count])]
             if len(more):
-                found.index_add_(0, more, torch.bmm(there[count:].mT, here[count:]))
-            yield found
+                found[0].index_add_(0, more, torch.bmm(there[count:].mT, here[count:]))
+            yield found.pop()  # and is not held here while the next is made
 
 
 # In logarithms -----------------------------------------------------------------------------------

@@ -95,6 +95,13 @@ class Blocks:
             return values
         return values.masked_fill(cached_on(values.device, self.states) < 0, fill)
 
+    def without_others(self, table: Tensor) -> Tensor:
+        """Set entries of ``table`` ``(V, w)`` beyond the states of a symbol's block to -inf."""
+        if self.are_equal:
+            return table
+        beyond = cached(self.states, lambda: (self.states < 0)[self.symbol_block])
+        return table.masked_fill(cached_on(table.device, beyond), -torch.inf)
+
     def of_states(self, parts: Tensor) -> Tensor:
         """Flatten rows by block ``(B, w, *)`` to rows of the states ``(K, *)``."""
         rows = parts.flatten(0, 1)
