@@ -7,11 +7,10 @@ that more pairs of blocks occur than in a text.
 
 ``gigabytes`` (10^9 bytes) is the largest sum of the sizes of all tensors alive at one time, without
 the workspace of libraries and what an allocator holds in reserve. ``operations`` are the kernels
-that would be launched, ``moved`` the gigabytes that they read and write if each reads all that it
-takes of its inputs and writes all its results, and ``passes`` the same of tensors at least an
-eighth as large as the transition probabilities of all pairs of blocks that occur, in multiples of
-the size of these (``table``). ``teraflops`` are the operations of matrix products. These are
-counts: nothing was measured on a card.
+that would be launched, and ``moved`` the gigabytes that they read and write if each reads all that
+it takes of its inputs and writes all its results. ``table`` is the size of the transition
+probabilities of all pairs of blocks that occur, and ``teraflops`` are the operations of matrix
+products. These are counts: nothing was measured on a card.
 
 Writes ``block_memory.json`` and ``block_memory.png``.
 """
@@ -52,7 +51,7 @@ class Counted(TorchDispatchMode):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.live, self.peak, self.operations = kind, 0, 0, 0
-        self.traffic: list[int] = []  # bytes of each tensor that an operation reads or writes
+        self.moved = 0  # bytes that operations read or write
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -76,7 +75,7 @@ class Counted(TorchDispatchMode):
             taken = made if name in {"index_select", "index", "gather"} else inputs[-1:]
             inputs = [x for x in (*inputs[1:], *taken) if x is not inputs[0]]
         outputs = [] if function._schema.is_mutable else made
-        self.traffic += map(_bytes, (*inputs, *outputs))
+        self.moved += sum(map(_bytes, (*inputs, *outputs)))
         return result
 
     def hold(self, tensor: Tensor) -> None:
@@ -143,12 +142,11 @@ def count(
         seen = hmm.blocks.symbol_block[symbols]
     pairs = moves_of(hmm.chain.transitions(), seen, lengths).pairs
     table = 4 * len(pairs) * hmm.blocks.width**2
-    large = sum(each for each in counted.traffic if 8 * each >= table)
     return {
         "states": states, "kept": hmm.num_states, "levels": 1 + two_level, "dropout": dropout,
         "pairs": int((pairs.index.unique()).numel()), "table": table / 1e9,
         "gigabytes": counted.peak / 1e9, "operations": counted.operations,
-        "moved": sum(counted.traffic) / 1e9, "passes": large / table,
+        "moved": counted.moved / 1e9,
         "teraflops": flops.get_total_flops() / 1e12, "card": CARDS.get(states),
     }  # fmt: skip
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 
@@ -60,6 +61,7 @@ def test_the_kneser_ney_5_gram_of_the_penn_treebank_is_that_of_mikolov():
 def test_a_step_holds_the_transitions_of_pairs_of_blocks_less_than_twice(two_level, monkeypatch):
     """Once, and their gradient by a quarter; those of one step; sums over all states apart."""
     monkeypatch.syspath_prepend(FIGURES)
+    torch.set_default_dtype(torch.float32)
     memory = importlib.import_module("block_memory")
     sizes = {"number": 16, "dim": 8, "words": 64, "sequences": 64, "steps": 8}
     for states in (8192, 16384):

@@ -1,11 +1,16 @@
 """Properties of the neural HMM: sizes, both Pyro forms, state dropout, and fits."""
 
+import copy
 import math
+from contextlib import nullcontext
+from functools import partial
 
 import pyro
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from pyrohmm import (
     HMM,
@@ -184,6 +189,53 @@ def test_under_autocast_probabilities_keep_their_precision(variant):
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, full, rtol=0.05, atol=0.05)
     assert not torch.equal(half, full)  # the networks did run in half
+
+
+class TensorFloat(TorchDispatchMode):
+    """Products of float32 as by ``torch.set_float32_matmul_precision("high")`` on a GPU.
+
+    Their inputs are rounded to 10 bits, sums are in float32.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in {"mm", "bmm", "addmm", "baddbmm"}:
+            args = tree_map_only(torch.Tensor, self.rounded, args)
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def rounded(tensor):
+        if tensor.dtype != torch.float32:
+            return tensor
+        return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("two_level", [False, True])
+@pytest.mark.parametrize(
+    ("context", "nats", "share"),
+    [
+        (TensorFloat, 1e-3, 0.02),
+        (partial(torch.autocast, "cpu", torch.bfloat16), 2e-2, 0.06),
+    ],
+    ids=["tf32", "bfloat16"],
+)
+def test_products_in_lower_precision_cost_few_nats_a_token(context, nats, share, two_level):
+    """Of 10 bits less than .001, of 8 less than .02; and 2 and 6 % of the gradient."""
+    torch.manual_seed(0)
+    partition = blocks.from_clusters(torch.arange(96) % 8, torch.tensor([16, 9] * 4))
+    module = NeuralHMM(100, 96, 64, blocks=partition, two_level=two_level).float()
+    with torch.no_grad():  # as far apart as after training
+        module.start_vectors.state.mul_(3.0)
+        module.words.table.mul_(6.0)
+    values, lengths, found = torch.randint(96, (8, 16)), torch.full((8,), 16), []
+    for each, precision in ((copy.deepcopy(module).double(), nullcontext), (module, context)):
+        with precision():
+            evidence = each(lengths).log_prob(values)
+            evidence.sum().backward()
+        slopes = [parameter.grad.flatten() for parameter in each.parameters()]
+        found.append((evidence.detach().double() / 16, torch.cat(slopes).double()))
+    (wanted, gradient), (low, other) = found
+    assert 1e-6 < (low - wanted).abs().max() < nats
+    assert (other - gradient).norm() < share * gradient.norm()
 
 
 @pytest.mark.parametrize(
