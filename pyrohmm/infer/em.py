@@ -177,7 +177,9 @@ def fit_em(
         )  # fmt: skip
         # begin, or resume; iterate; the best restart
         identity = partial(_identity, arguments, parameters)
-        if loop.resume(checkpoint, identity, generator, parameters.points) or plan.begin():
+        if loop.resume(checkpoint, identity, generator, parameters.points):
+            break
+        if ranks.from_first(torch.tensor(ranks.attempt(plan.begin))):
             break
     loop.run()
     fit = _finish(loop)

@@ -53,7 +53,8 @@ def fit_svi(
     Two runs after the same ``pyro.set_rng_seed`` are equal. Modules are in ``train()`` mode during
     steps, in ``eval()`` mode for held-out data and where a :class:`Fit` is used.
 
-    With ``checkpoint`` the fit saves its state every ten seconds and at its end. The same call
+    With ``checkpoint`` the fit saves its state at its end and every ten seconds, less often where
+    that would take more than 5 % of the time. The same call
     resumes from there: after the process was killed, or with more ``num_iterations``. On a CPU it
     ends with the same bits as one that was never killed. The file of another fit is refused:
     compared are the data, the numbers, text and tensors that arguments are or keep, shapes of

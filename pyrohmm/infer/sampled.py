@@ -418,7 +418,12 @@ class Chains(FitLoop):
     def run(
         self, begin: Callable[[], None], path: str | Path | None, arguments: dict[str, Any]
     ) -> None:
-        """Run all steps, from a checkpoint of the same ``arguments``, or after ``begin``."""
+        """Run all steps, from a checkpoint of the same ``arguments``, or after ``begin``.
+
+        Each rank runs all chains: they may differ, and so do their files.
+        """
+        rank = ProcessGroup.of().rank
+        path = path if path is None or not rank else f"{path}.rank{rank}"
         identity = partial(identity_of, type(self).__name__, (), arguments)
         if not self.resume(path, identity, None, ()):
             with first_values(self.batches.data.device):

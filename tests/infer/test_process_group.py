@@ -1,6 +1,8 @@
 """Data-parallel ranks: they compute what one process computes, priors counted once."""
 
 import os
+import signal
+import time
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -23,10 +25,13 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     fit_em,
+    fit_gibbs,
     fit_map,
     fit_svi,
     normal,
+    poisson,
 )
+from pyrohmm.data import StoredSequences
 from pyrohmm.infer.process_group import ProcessGroup
 
 
@@ -122,6 +127,12 @@ def in_parts():
     return [whole[:1], whole[1:8], whole[8:]]
 
 
+def own_disk(directory):
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    (disk := directory / f"disk_{rank}").mkdir(exist_ok=True)
+    return disk
+
+
 # Eleven sequences in fives: batches that two cannot share evenly, the last of a single one
 FITS = {
     "sequences": lambda directory: fit_map(
@@ -138,6 +149,11 @@ FITS = {
     "restarts": lambda directory: fit_map(plain(), symbols(7), num_iterations=6, restarts=3),
     "two runs": lambda directory: [
         fit_map(plain(), symbols(7), num_iterations=count, batch_size=3, checkpoint=directory / "x")
+        for count in (5, 12)
+    ][-1],
+    "two runs on disks of their own": lambda directory: [
+        fit_map(plain(), symbols(7), num_iterations=count, batch_size=3,
+                checkpoint=own_disk(directory) / "y")
         for count in (5, 12)
     ][-1],
     "parts": lambda directory: fit_map(plain(), in_parts(), num_iterations=6),
@@ -170,6 +186,65 @@ FITS = {
         for count in (3, 12)
     ][-1],
 }  # fmt: skip
+
+
+def some(values, seed=0, **parts):
+    lengths = torch.randint(1, 9, (len(values),), generator=torch.Generator().manual_seed(seed))
+    return Sequences(values, lengths, **parts)
+
+
+def unseen():
+    return some(symbols(7).values, observed=torch.rand(7, symbols(7).num_steps) < 0.7)
+
+
+def labelled():
+    return some(torch.randint(3, (7, 8)), labels=torch.randint(-1, 2, (7, 8)))
+
+
+def in_part():
+    values = torch.randn(5, 8, 2)
+    values[..., 1][torch.rand(5, 8) < 0.3] = torch.nan
+    return some(values)
+
+
+def stored():
+    return StoredSequences(torch.randn(40, 2).numpy(), [3, 9, 1, 7, 12, 8], max_steps=15)
+
+
+DATA = {
+    "symbols": (lambda: categorical(3), lambda: symbols(7)),
+    "one sequence": (lambda: categorical(3), lambda: symbols(1)),
+    "missing steps": (lambda: categorical(3), unseen),
+    "labels": (lambda: categorical(3), labelled),
+    "vectors": (lambda: normal(2), vectors),
+    "vectors known in part": (lambda: normal(2), in_part),
+    "counts": (poisson, lambda: some(torch.poisson(torch.full((7, 8), 3.0)))),
+    "stored vectors": (lambda: normal(2), stored),
+}
+MODELS = {
+    "EM": lambda model, data: fit_em(model.module, data, num_iterations=5),
+    "EM in minibatches": lambda model, data: fit_em(
+        model.module, data, num_iterations=5, batch_size=2
+    ),
+    "MAP": lambda model, data: fit_map(model, data, num_iterations=5),
+    "restarts of MAP": lambda model, data: fit_map(model, data, num_iterations=3, restarts=2),
+    "MAP in minibatches": lambda model, data: fit_map(model, data, num_iterations=5, batch_size=2),
+    "MAP in steps": lambda model, data: fit_map(model, data, num_iterations=5, batch_tokens=12),
+    "SVI": lambda model, data: fit_svi(model, AutoNormal(model), data, num_iterations=3),
+}
+
+
+def fit_of(fit, kind):
+    emission, data = DATA[kind]
+    return MODELS[fit](MarginalModel(TabularHMM(2, emission())), data())
+
+
+FITS |= {
+    f"{fit} of {kind}": lambda directory, both=(fit, kind): fit_of(*both)
+    for fit in MODELS
+    for kind in DATA
+    if kind != "stored vectors" or fit in ("EM", "EM in minibatches", "MAP", "restarts of MAP")
+}
 
 
 def run(name, directory):
@@ -299,7 +374,18 @@ FAILING = {
 }  # fmt: skip
 
 
-def alone(directory):
+def sampled(directory):
+    """Chains of either rank, with seeds of their own and one checkpoint path; and once more."""
+    found = []
+    for _ in range(2):
+        pyro.set_rng_seed(distributed.get_rank())
+        fit = fit_gibbs(informed(), symbols(4), num_samples=6, num_chains=2, warmup=2,
+                        checkpoint=directory / "chains")  # fmt: skip
+        found.append(fit.chains["module.transition"])
+    return found
+
+
+def alone():
     """Fits of groups: both ranks, each with a model of its own; the second one alone."""
     rank = distributed.get_rank()
     groups = [distributed.new_group([number]) for number in (0, 1)]
@@ -318,30 +404,41 @@ def alone(directory):
     return found, outcome(fit), outsider
 
 
-def work(rank, directory):
-    """What one of two processes does."""
+def join(rank, directory, size=2):
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     place = f"file://{directory / 'meeting'}"
     distributed.init_process_group(
-        "gloo", init_method=place, rank=rank, world_size=2, timeout=timedelta(seconds=30)
+        "gloo", init_method=place, rank=rank, world_size=size, timeout=timedelta(seconds=30)
     )
+
+
+def work(rank, directory):
+    """What one of two processes does."""
+    join(rank, directory)
     found = {name: run(name, directory) for name in FITS}
     wrong = [message(call) for call in WRONG]
     unlike = {name: message(call) for name, call in UNLIKE.items()}
     failing = {name: message(call) for name, call in FAILING.items()}
-    groups = alone(directory)
-    torch.save((found, wrong, unlike, failing, groups), directory / f"found_{rank}")
+    groups = alone()
+    chains = sampled(directory)
+    torch.save((found, wrong, unlike, failing, groups, chains), directory / f"found_{rank}")
     distributed.destroy_process_group()
+
+
+def started(task, directory, size, join=True):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    return torch.multiprocessing.start_processes(
+        task, (directory,), size, join=join, start_method="forkserver"
+    )
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each of two processes found."""
     directory = tmp_path_factory.mktemp("processes")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    torch.multiprocessing.start_processes(work, (directory,), 2, start_method="forkserver")
+    started(work, directory, 2)
     return [torch.load(directory / f"found_{rank}", weights_only=False) for rank in (0, 1)]
 
 
@@ -375,7 +472,7 @@ def test_unlike_settings_are_refused_by_name_in_all_ranks(name, found):
 @pytest.mark.parametrize("name", FAILING)
 def test_the_error_of_a_rank_is_raised_in_all_with_the_number_in_the_data(name, found):
     kinds = set()
-    for _, _, _, failing, _ in found:
+    for _, _, _, failing, *_ in found:
         kind, _, text = failing[name].partition(": ")
         assert name in text, failing[name]
         kinds.add(kind)
@@ -383,7 +480,7 @@ def test_the_error_of_a_rank_is_raised_in_all_with_the_number_in_the_data(name, 
 
 
 def test_each_group_fits_a_model_of_its_own(found, tmp_path):
-    for rank, (*_, (own, shared, outsider)) in enumerate(found):
+    for rank, (*_, (own, shared, outsider), _) in enumerate(found):
         pyro.set_rng_seed(rank)
         expected = [outcome(fit_map(plain(), symbols(5 + rank), num_iterations=4 + rank))]
         if rank == 1:
@@ -396,6 +493,12 @@ def test_each_group_fits_a_model_of_its_own(found, tmp_path):
         assert f"hold this process, rank {rank} of all" in outsider
 
 
+def test_chains_of_each_rank_are_its_own_under_one_checkpoint_path(found):
+    (*_, (first, again)), (*_, (second, _)) = found
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
 def test_ranks_without_a_group_are_told_so(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for fit, model in ((fit_map, plain()), (fit_em, informed())):
@@ -403,3 +506,57 @@ def test_ranks_without_a_group_are_told_so(monkeypatch):
             fit(model, symbols(3), num_iterations=1)
     with pytest.raises(ValueError, match="group must be None before"):
         fit_em(informed(), symbols(3), group=object())
+
+
+def one_of_four(rank, directory):
+    join(rank, directory, 4)
+    torch.save({name: run(name, directory) for name in FITS}, directory / f"found_{rank}")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_four_processes_find_what_one_finds(tmp_path):
+    started(one_of_four, tmp_path, 4)
+    found = [torch.load(tmp_path / f"found_{rank}", weights_only=False) for rank in range(4)]
+    for name in FITS:
+        (alone := tmp_path / f"alone_{name}").mkdir()
+        torch.testing.assert_close(found[0][name], run(name, alone), rtol=1e-8, atol=1e-8)
+        assert all(all(map(torch.equal, found[0][name], other[name])) for other in found[1:])
+
+
+def killed(rank, directory):
+    """The rank 1 is killed after some steps; the others note how long they wait for it."""
+    join(rank, directory, 4)
+    pyro.set_rng_seed(0)
+
+    def die(step):
+        if rank == 1 and step > 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        (directory / "step").touch()
+
+    class Dying(MarginalModel):
+        steps = 0
+
+        def forward(self, data):
+            self.steps += 1
+            die(self.steps)
+            return super().forward(data)
+
+    try:
+        fit_map(Dying(TabularHMM(2, categorical(3))), symbols(9), num_iterations=10**6)
+    except RuntimeError as error:
+        (directory / f"error_{rank}").write_text(f"{time.time()} {error}")
+
+
+@pytest.mark.slow
+def test_the_others_end_when_a_rank_is_killed(tmp_path):
+    context = started(killed, tmp_path, 4, join=False)
+    begin = time.time()
+    while not (tmp_path / "step").exists():
+        time.sleep(0.1)
+    for process in context.processes:
+        process.join(60)
+    last = (tmp_path / "step").stat().st_mtime
+    for rank in (0, 2, 3):
+        at, _, text = (tmp_path / f"error_{rank}").read_text().partition(" ")
+        assert float(at) - last < 10, (begin, text)

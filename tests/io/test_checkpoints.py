@@ -34,7 +34,7 @@ from pyrohmm import (
 )
 from pyrohmm.infer import gibbs, loop, mcmc, sampled
 from pyrohmm.io import files as checkpoints
-from pyrohmm.io.files import read_tensors, write_tensors
+from pyrohmm.io.files import Checkpoint, read_tensors, write_tensors
 
 
 def symbols(seed=0):
@@ -424,3 +424,40 @@ def test_a_run_of_a_sampler_that_was_resumed_has_the_same_bits(name, tmp_path, m
         assert torch.equal(value, resumed.chains[name]), name
     if whole.inverse_temperatures is not None:
         assert whole.marginal_likelihood() == resumed.marginal_likelihood()
+
+
+def test_saves_take_a_twentieth_of_the_time_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    saves = []
+
+    def slow(*arguments):
+        time.sleep(0.05)
+        saves.append(time.perf_counter())
+
+    monkeypatch.setattr(checkpoints, "write_tensors", slow)
+    checkpoint, begin = Checkpoint(tmp_path / "x", {}), time.perf_counter()
+    while time.perf_counter() - begin < 2.2:
+        if checkpoint.is_due():
+            checkpoint.save({})
+        time.sleep(0.001)
+    assert len(saves) in (2, 3)  # at once, and a second later
+
+
+def test_a_disk_that_is_full_on_the_way_does_not_end_the_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "REST", 0.0)
+    count, write = itertools.count(), checkpoints.write_tensors
+
+    def full(*arguments):
+        if next(count) in fails:
+            raise OSError(28, "No space left on device", "x")
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "write_tensors", full)
+    fails = {1, 2}
+    with pytest.warns(RuntimeWarning, match="fit goes on: .*No space left on device"):
+        fit = fit_map(model(), symbols(), num_iterations=6, checkpoint=tmp_path / "x")
+    assert len(fit.losses) == 6
+    count, fails = itertools.count(), {5}  # the last of them
+    with pytest.raises(OSError, match="No space left"):
+        fit_map(model(), symbols(), num_iterations=6, checkpoint=tmp_path / "y")
