@@ -109,6 +109,7 @@ class Parameters:
                     learnt = any(map(attrgetter("requires_grad"), tensors_of(made)))
                     if alone and name in self.sites and not learnt:
                         found[name] = made
+        context.used = False  # or no other module could hold this one
         return found
 
     @property
