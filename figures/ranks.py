@@ -56,7 +56,7 @@ from pyrohmm.language import open_corpus
 
 NAME, PARTS = "ranks", ["fits", "tokens", "corpus"]
 RANKS = [1, 2, 4]
-ITERATIONS = 9
+ITERATIONS = 7
 STATES, WORDS, BLOCKS = 2048, 10_000, 64  # of the neural model
 NEURAL, PER_RANK = "neural, 8,192 tokens a rank", 8192
 TOKENS = [2048, 8192, 32768, 131072]  # in a minibatch
@@ -85,7 +85,7 @@ def fits(quick: bool) -> dict[str, Callable[[], Any]]:
     count = 200 if quick else 20_000
     alike, unlike = symbols([100] * count), symbols([10, 400] * (count // 4))
     options: Any = {"num_iterations": ITERATIONS, "tolerance": None, "progress": False}
-    rows = torch.randn(count, 100, 4, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(count // 4, 100, 4, generator=torch.Generator().manual_seed(0))
     model = MarginalModel(TabularHMM(16, categorical(64)))
     return {
         "EM, symbols": lambda: fit_em(TabularHMM(16, categorical(64)), alike, **options),

@@ -237,9 +237,9 @@ class StoredSequences(Parts):
         lengths = checked_lengths(lengths, num_rows)
         for name, part in self.further.items():
             check_num_rows(name, (_num_rows(part),), num_rows)
-        values_read = self._read(0, torch.tensor([1])).packed("values")
-        if values_read is not None and not values_read.is_floating_point():  # none is missing
-            self.dtype = torch.long
+        kind = self._read(0, torch.tensor([1])).values.dtype
+        if not kind.is_floating_point:  # none is missing
+            self.dtype = kind if kind == torch.bool else torch.long
             vars(self).update(num_observed=num_rows, has_gaps=False)
         self._take(lengths, firsts(lengths))
         if labels is None:

@@ -192,7 +192,8 @@ class LanguageModel:
 
         A contiguous model reads the sentences as one text that is divided into streams; a minibatch
         is the next window of each, and goes on from the state at the end of the one before
-        (truncated backpropagation, see :class:`pyrohmm.StatefulModel`).
+        (truncated backpropagation, see :class:`pyrohmm.StatefulModel`). A corpus in a file is cut
+        into texts of a million tokens.
 
         Args:
             data: Sentences to learn from, as :func:`encode` or :func:`write_corpus` makes them.

@@ -162,6 +162,13 @@ def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
     return Sequences.from_list(tokens.split(-(-len(tokens) // num_pieces)))
 
 
+def stored_text(data: StoredSequences) -> StoredSequences:
+    """The tokens of all sequences as one text, of which no more than a piece is in memory."""
+    size, most = int(data.lengths.sum()), data.max_steps
+    sizes = [min(most, size - begin) for begin in range(0, size, most)]
+    return StoredSequences(data.values, sizes, max_steps=most)
+
+
 def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
     """Split each line into words; raise at a single string, whose letters would be lines."""
     if isinstance(lines, str | bytes):

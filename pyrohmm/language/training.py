@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..data.parts import StoredSequences
 from ..data.sequences import Sequences
 from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
@@ -17,7 +16,7 @@ from ..infer.objective import LEFT
 from ..infer.process_group import ProcessGroup
 from ..infer.results import Fit
 from ..nn.neural import LinearDropout
-from .text import Sentences, as_text, check_ends
+from .text import Sentences, as_text, check_ends, stored_text
 
 FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)
 BEGIN, END = 0.5, 0.25  # of the share with more
@@ -122,7 +121,7 @@ def fit_sentences(
         steps = max(1, batch_tokens // num_streams)
         pyro_model = StatefulModel(module, num_streams)
         batching = {"windows": (num_streams, steps)}
-        read = as_text(data) if isinstance(data, Sequences) else StoredSequences(data.values, None)
+        read = as_text(data) if isinstance(data, Sequences) else stored_text(data)
         validation = None if validation is None else as_text(validation, num_streams)
     fit = fit_map(
         pyro_model,
