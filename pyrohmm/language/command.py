@@ -236,7 +236,7 @@ def prepare(options: argparse.Namespace, place: str) -> None:
     if model is None:
         model = LanguageModel.from_data(words, data, **_given(options, OF_CLUSTERS | OF_MODEL))
     model.save(os.path.join(place, "model"))
-    print(f"{model.num_unknown(held):,} unknown words are held out")
+    print(f"{model.num_unknown(held):,} unknown words in what is held out")
     if not bool((torch.from_numpy(data.values) == words.index(UNKNOWN)).any()):
         print(f"note: no word was left out, so that {UNKNOWN} does not occur, and unknown "
               "words will be very improbable; see --min-count")  # fmt: skip
