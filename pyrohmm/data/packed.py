@@ -297,8 +297,7 @@ class PackedSequences:
     def with_total(self, total: float) -> Self:
         """Copy with another ``total``, the number of sequences of the whole set."""
         new = copy.copy(self)
-        new.total = check_total(total, len(self))
-        new._forget()
+        new.total, new._several = check_total(total, len(self)), None
         return new
 
     def batch(self, chosen: Tensor, total: float | None = None) -> Self:

@@ -160,10 +160,8 @@ def as_share(data: Any) -> Any:
     if data.sharded:
         return data
     new = copy.copy(data)
-    new.sharded = True
-    if isinstance(new, Sequences):
-        new._several = None  # buckets are shares, too
-    else:
+    new.sharded, new._several = True, None  # buckets are shares, too
+    if isinstance(new, Parts):
         new.first, new._held = as_share(new.first), None
     return new
 
