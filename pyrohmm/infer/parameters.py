@@ -62,7 +62,8 @@ class Parameters:
         self.restarts, self.log_prior = restarts, log_prior
         self.data = to_model_device(module, None, data)
         self.probe = self.data[:1]
-        self.units = scale_priors(module, self.data)
+        scaled = partial(scale_priors, module, self.data)
+        self.units = scaled() if group is None else group.attempt(scaled)
         if group is not None and group.size > 1:  # which have data of their own, perhaps
             self.units = group.from_first(torch.tensor(self.units).double()).item()
             for buffer in module.buffers():
