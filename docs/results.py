@@ -932,6 +932,22 @@ def gpu_neural_table() -> str:
     return table(header, body)
 
 
+def block_memory_table() -> str:
+    """Gigabytes of a step of training of chains in blocks."""
+    kinds = [(levels, dropout) for levels in (2, 1) for dropout in (0.0, 0.5)]
+    body = [
+        [f"{states:,}"]
+        + [
+            plain(one("block_memory", states=states, levels=levels, dropout=dropout)["gigabytes"])
+            for levels, dropout in kinds
+        ]
+        for states in dict.fromkeys(row["states"] for row in rows("block_memory"))
+    ]
+    names = {2: "two levels", 1: "one level"}
+    header = [f"{names[level]}{', half dropped' if half else ''}" for level, half in kinds]
+    return table(["states", *header], body)
+
+
 def monarch_table() -> str:
     """Perplexities of HMMs by their transitions, in equal time."""
     body = [
@@ -1095,6 +1111,7 @@ TABLES = {
     "dense_training": dense_training_table,
     "gpu": gpu_table,
     "gpu_parts": gpu_parts_table,
+    "block_memory": block_memory_table,
     "gpu_fits": gpu_fits_table,
     "gpu_tokens": gpu_tokens_table,
     "gpu_neural": gpu_neural_table,
