@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
-from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED, WIDEST
+from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, NARROW, SHARED, WIDEST
 from ..._sync import exceeds
 from ..backends import TRITON, compiled, pick
 from ..log_space import end_masks, step_mask
@@ -55,34 +56,35 @@ def scaled(
     steps, num_states = len(weight), weight.size(-1)
     back = differentiable or not on_cpu or not _is_safe(chain, dtype)
     alpha, total, beta, probs = _messages(initial, transition, weight, last, back)
-    logs, mass, least = total.double().log().add_(peak), total, limits.tiny / limits.eps
-    if back:
-        gamma = alpha * beta
-        agreement = gamma.sum(-1, keepdim=True)
-        mass, least = total * agreement, least * 3 * steps
-        gamma = _normal(gamma.div_(agreement))
-        message = _normal(weight.mul_(beta).div_(agreement).div_(total))  # a product may overflow
     if padded is not None:
-        logs.masked_fill_(padded, 0.0)
-        mass = mass.masked_fill(padded, torch.inf)
-    evidence, exact = logs.sum((0, -1)), None
-    mass = mass / probs.amax().clamp(min=1.0) if probs.numel() else mass
-    if not exceeds(mass.amin(), num_states * least):
-        exact = (mass > num_states * least).all(0).squeeze(-1)
+        total = total.masked_fill(padded, 1.0)
+    mass, agreement, least = total, total, limits.tiny / limits.eps
+    if back:
+        agreement = (alpha * beta).sum(-1, keepdim=True)
+        if padded is not None:
+            agreement.masked_fill_(padded, torch.inf)
+        mass, least = total * agreement, least * 3 * steps
+    evidence, exact = total.double().log().add_(peak).sum((0, -1)), None
+    largest = probs.amax().clamp(min=1.0) if probs.numel() else 1.0
+    if not exceeds(mass.amin() / largest, num_states * least):
+        exact = (mass / largest > num_states * least).all(0).squeeze(-1)
     if not back:
         return evidence, exact, lambda _: None
-    for part in (gamma, message):
-        if padded is not None:
-            part.masked_fill_(padded, 0.0)
-        if exact is not None:
-            part.masked_fill_(~exact.unsqueeze(-1), 0.0)
     if exact is not None:
-        alpha = alpha.masked_fill(~exact.unsqueeze(-1), 0.0)
+        lost = ~exact.unsqueeze(-1)
+        alpha, beta, weight = (x.masked_fill(lost, 0.0) for x in (alpha, beta, weight))
+        agreement, total = agreement.masked_fill(lost, 1.0), total.masked_fill(lost, 1.0)
+    # products are made in the precision in which they are summed
+    wide = torch.float64 if num_states < NARROW and not (on_cpu or each) else dtype
 
     def gradient(weights: Tensor) -> tuple[Tensor, ...]:
-        factor = weights.to(dtype).unsqueeze(-1)
-        states = gamma * factor
-        counts = _transitions(alpha * factor, message, probs, each)
+        held, moved, states = (torch.empty_like(weight, dtype=x) for x in (wide, wide, dtype))
+        torch.mul(alpha, weights.to(dtype).unsqueeze(-1), out=held)
+        onward = beta / agreement
+        torch.mul(held, onward, out=states)
+        states = hardshrink(states, limits.tiny) if on_cpu else states  # weights have any sign
+        torch.div(onward.mul_(weight), total, out=moved)  # a product of divisors may overflow
+        counts = _transitions(held, _normal(moved), probs, each)
         return states[0], counts, chain.by_logs(states.movedim(0, 2))
 
     return evidence, exact, gradient

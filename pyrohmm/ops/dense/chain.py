@@ -47,10 +47,9 @@ class Groups(NamedTuple):
         if self.known is not None:
             states = states.masked_fill(~self.known.unsqueeze(-1), 0.0)
         groups, num_states, num_symbols = self.logs.shape
-        rows = self.symbols
+        rows, states = self.symbols.movedim(-1, 0), states.movedim(-2, 0)  # as they are made
         if groups > 1:
-            first = num_symbols * torch.arange(groups, device=states.device)
-            rows = rows + first.reshape(-1, 1, 1)
+            rows = rows + num_symbols * torch.arange(groups, device=states.device).unsqueeze(-1)
         sums = add_rows(states.reshape(-1, num_states), rows.reshape(-1), groups * num_symbols)
         return sums.reshape(groups, num_symbols, num_states).mT
 
@@ -163,6 +162,9 @@ def grouped(arguments: Arguments) -> Groups:
     """Arrange sequences in groups that share a transition matrix, with one dtype."""
     initial, transition, logs, symbols, known, lengths, batch, split, dtype = arguments
     shape = math.prod(batch[:split]), math.prod(batch[split:])
+
+    if symbols is not None and symbols.device.type != "cpu":  # in the order of the recursion
+        symbols = symbols.movedim(-1, 0).contiguous().movedim(0, -1)
 
     def each(part: Tensor, core: int) -> Tensor:
         lead, tail = part.shape[: part.dim() - core], part.shape[part.dim() - core :]
