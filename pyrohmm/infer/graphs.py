@@ -16,12 +16,13 @@ import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pyro
 import torch
 from pyro.infer.autoguide.guides import AutoCallable
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -68,38 +69,41 @@ class CudaGraphs:
 GRAPHS: dict[str, Callable[[], Any]] = {"cuda": CudaGraphs}  # by type of device
 
 
+def is_known(device: torch.device, *things: Any) -> bool:
+    """Whether ``device`` has graphs, and the code of modules and functions is of these packages."""
+    modules = [thing.modules() if isinstance(thing, nn.Module) else [thing] for thing in things]
+    parts = [part for part in chain(*modules) if part is not None]
+    known = all(type(part).__module__.startswith(OWN) for part in parts)
+    known &= not any(isinstance(part, AutoCallable) for part in parts)
+    hooked = any(getattr(part, name, None) for part in parts for name in HOOKS)
+    return device.type in GRAPHS and known and not hooked and not torch.is_anomaly_enabled()
+
+
 def is_replayable(model: Any, guide: Any, elbo: Any, device: torch.device) -> bool:
     """Whether the loss of ``model`` and ``guide`` depends on nothing that a graph does not see."""
     alone = inspect.unwrap(model)
-    if device.type not in GRAPHS or elbo is not None or torch.is_anomaly_enabled():
-        return False
-    if type(alone) is not MarginalModel or type(guide).__module__ != GUIDES:
-        return False
-    parts = [*alone.modules(), *guide.modules(), alone.log_prior]
-    parts = [part for part in parts if part is not None]
-    known = all(type(part).__module__.startswith(OWN) for part in parts)
-    known &= not any(isinstance(part, AutoCallable) for part in parts)
-    return known and not any(getattr(part, name, None) for part in parts for name in HOOKS)
+    plain = type(alone) is MarginalModel and type(guide).__module__ == GUIDES and elbo is None
+    return plain and is_known(device, alone, guide, alone.log_prior)
 
 
 class Replays:
     """A computation of batches, captured for each that stays, and for each shape of minibatches.
 
     Args:
-        compute: Of a batch on the device and a weight, returns tensors, nested or None.
+        compute: Of a batch on the device and a weight, or how to compute, returns tensors, nested.
         device: Where it computes.
     """
 
-    def __init__(self, compute: Callable[[Sequences, float], Any], device: torch.device) -> None:
+    def __init__(self, compute: Callable[[Any, Any], Any], device: torch.device) -> None:
         self.compute, self.graphs = compute, GRAPHS[device.type]()
-        self.made: dict[Any, tuple[_Replay, Sequences]] = {}
+        self.made: dict[Any, tuple[_Replay, Any]] = {}
 
-    def __call__(self, batch: Sequences, weight: float, stays: bool) -> Any:
+    def __call__(self, batch: Any, weight: Any, stays: bool = True) -> Any:
         """The result, in tensors that the next call fills again; None if it is to be computed.
 
         Args:
             batch: The sequences.
-            weight: Of their loss.
+            weight: Of their loss, the second argument of ``compute``.
             stays: Whether the same object comes again; else its values are copied.
         """
         shape = id(batch) if stays else _shape(batch)

@@ -19,6 +19,7 @@ from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .descent import copy_values
+from .graphs import Replays, is_known
 from .loop import FitLoop
 from .maximization import Maximization, Sums, combined, joined
 from .parameters import Extrapolation, Parameters, Values
@@ -117,6 +118,11 @@ class Loop(FitLoop):
         self.alive = torch.arange(parameters.restarts)
         self.values: Values = {}
         self.large = large
+        # the E-step as a graph, and the tensors in which it reads the parameters
+        alone = falls and maximize.summed and not (parameters.points or isinstance(data, Parts))
+        self.replayed = alone and is_known(data.device, parameters.module, parameters.log_prior)
+        self.replays: Replays | None = None
+        self.fixed: Values = {}
         self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
         self.last: Sums = {}
 
@@ -134,6 +140,7 @@ class Loop(FitLoop):
                 self.losses[-1], self.last = self._whole_set()
             elif not self.last:  # the checkpoint is that of a fit which has ended
                 _, self.last = self.expect(self.batches.take())
+        self.replays = None  # and its memory
 
     def _start_as_first(self) -> None:
         """Set all parameters to those of rank 0."""
@@ -153,6 +160,8 @@ class Loop(FitLoop):
         self._seen = batch, times + 1 if batch is last else 1
         statistics: Sums = {}
         evidences: list[tuple[Tensor, Tensor]] = []
+        if self.replayed and (found := self._replay(batch, counted)) is not None:
+            return found
         if self.group.size == 1:  # ranks stay in step
             # by then data, start and what an M-step returns have been checked
             validate = is_validation_enabled() and self._seen[1] <= 2
@@ -175,6 +184,33 @@ class Loop(FitLoop):
             statistics = combined(torch.Tensor.contiguous, statistics)
             self.group.mean_all(value for kind in statistics.values() for value in kind.values())
         return loss.cpu(), statistics
+
+    def _replay(self, batch: Sequences | Parts, counted: bool) -> tuple[Tensor, Sums] | None:
+        """The E-step by a graph; None where there is none, or numbers are unusual."""
+        current, device = self.parameters.values, self.parameters.data.device
+        shapes = {name: value.shape for name, value in current.items()}
+        if self.replays is None or shapes != {n: x.shape for n, x in self.fixed.items()}:
+            self.replays = Replays(self._tensors, device)
+            self.fixed = {name: value.clone() for name, value in current.items()}
+        for name, value in current.items():
+            self.fixed[name].copy_(value)
+        self.parameters.values = self.fixed
+        try:
+            found = self.replays(batch, counted)
+        finally:
+            self.parameters.values = current
+        if found is None:
+            return None
+        loss, log_prior = torch.stack(found[:2]).cpu()
+        if not -math.inf < loss.amin().item() < math.inf:
+            return None
+        self.log_prior = log_prior
+        return loss, combined(torch.clone, found[2]) if counted else {}
+
+    def _tensors(self, batch: Sequences, counted: bool) -> tuple[Tensor, Tensor, Sums]:
+        """Loss ``(R,)``, log prior and statistics."""
+        loss, sums, _ = self._compute(batch, counted)
+        return loss, torch.zeros_like(loss) + self.log_prior, sums
 
     def _compute(
         self, batch: Sequences | Parts, counted: bool

@@ -22,6 +22,7 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
+    fit_em,
     fit_map,
     fit_svi,
     normal,
@@ -74,6 +75,10 @@ def by_map(module, given, **options):
 def by_svi(module, given, **options):
     model = MarginalModel(module)
     return fit_svi(model, AutoNormal(model), given, progress=False, **options)
+
+
+def by_em(module, given, **options):
+    return fit_em(module, given, **{"progress": False, "restarts": 1} | options)
 
 
 def run(fit, make, given, graph, monkeypatch, **options):
@@ -152,6 +157,23 @@ def test_minibatches_of_one_shape_are_copied_into_the_first(monkeypatch):
     given = Sequences(torch.randint(4, (12, 6)).int())  # which are converted, once a batch
     assert alike(by_map, MODULES["symbols"], given, monkeypatch, **options) == (2, 14)
     assert alike(by_map, MODULES["symbols"], data(True), monkeypatch, **options) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "ragged", "options"),
+    [
+        ("symbols", False, {"tolerance": None}), ("symbols", True, {"restarts": 3}),
+        ("normal", True, {"restarts": 2, "tolerance": None}),
+        ("symbols", False, {"acceleration": True, "tolerance": 1e-9}),
+        ("symbols", True, {"priors": False, "tolerance": None}),
+        ("dense", False, {"num_iterations": 5, "tolerance": None}),
+    ],
+)  # fmt: skip
+def test_an_e_step_that_is_replayed_has_the_same_numbers(name, ragged, options, monkeypatch):
+    given, options = data(ragged, name == "normal"), {"num_iterations": 24} | options
+    captures, replays = alike(by_em, MODULES[name], given, monkeypatch, **options)
+    assert captures >= 1
+    assert replays >= options["num_iterations"] - 4
 
 
 def test_several_pieces_of_a_step_have_a_graph_each(monkeypatch):
