@@ -319,7 +319,10 @@ def _transitions(alpha: Tensor, message: Tensor, probs: Tensor, each: bool) -> T
         return accumulated(before, after, cancels=False).transpose(0, 1) * probs
     else:
         before, after = before.flatten(1, 2), after.flatten(1, 2)
-    return accumulated(before, after, cancels=False).unsqueeze(0) * probs
+    sums = accumulated(before, after, cancels=False).unsqueeze(0)
+    if each or len(alpha[0]) > 1:  # which may be added up
+        return sums * probs
+    return torch.mul(sums, probs, out=torch.empty_like(probs))
 
 
 def filtered(chain: Groups, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from ..._checks import (
     check_lengths,
 )
 from ..products import add_rows, look_up
+from ..tensor_cache import cached
 
 Gradient = Callable[[Tensor], tuple[Tensor, ...] | None]  # of weights (G, n) of the evidences
 
@@ -164,7 +165,7 @@ def grouped(arguments: Arguments) -> Groups:
     shape = math.prod(batch[:split]), math.prod(batch[split:])
 
     if symbols is not None and symbols.device.type != "cpu":  # in the order of the recursion
-        symbols = symbols.movedim(-1, 0).contiguous().movedim(0, -1)
+        symbols = cached(symbols, symbols.movedim(-1, 0).contiguous).movedim(0, -1)
 
     def each(part: Tensor, core: int) -> Tensor:
         lead, tail = part.shape[: part.dim() - core], part.shape[part.dim() - core :]
