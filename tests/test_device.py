@@ -621,6 +621,8 @@ def of_log_prob(num_steps, ragged=False, dtype=torch.float32, emission="symbols"
         if emission == "normal":
             given = there(torch.randn(*values.shape, 5, dtype=dtype))
     for _ in range(calls):
+        for leaf in leaves:
+            leaf.grad = None
         with watched() as seen:
             initial, transition, last = leaves
             emits = Categorical(logits=last, validate_args=False)
@@ -651,7 +653,7 @@ def test_a_step_of_evidence_and_gradient_is_four_kernels(ragged):
 
 @counted
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("emission", "most"), [("symbols", 45), ("normal", 120)])
+@pytest.mark.parametrize(("emission", "most"), [("symbols", 40), ("normal", 108)])
 def test_evidence_and_gradient_around_the_messages(emission, most, ragged, monkeypatch):
     """Messages of all steps count as three kernels, which is what they are with Triton."""
     original = torch_engine._messages
@@ -664,7 +666,7 @@ def test_evidence_and_gradient_around_the_messages(emission, most, ragged, monke
 
     monkeypatch.setattr(torch_engine, "_messages", at_once)
     seen = of_log_prob(10, ragged, emission=emission, calls=2)
-    assert seen.launches <= most, seen.kernels
+    assert seen.launches <= most + (12 if emission == "normal" else 6) * ragged, seen.kernels
 
 
 def reads_of_a_further_iteration(fit, module, data):
