@@ -334,6 +334,9 @@ def state_probs(
     Raises:
         ValueError: If there are not K names.
     """
+    if probs.dim() != 2:
+        text = f"probs must be (T, K), of one sequence; got shape {tuple(probs.shape)}"
+        raise ValueError(f"{text}. Give fit.predict_proba(data[:1]).")
     labels = names_or_numbers(names, probs.size(1), "state ")
     axes = axes_or_new(axes)
     shares = probs.detach().cpu().mT.numpy()

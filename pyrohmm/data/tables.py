@@ -53,6 +53,8 @@ def column(argument: str, frame: Any, name: str) -> np.ndarray:
     Raises:
         ValueError: If there is none of that name.
     """
+    if isinstance(frame, str):
+        raise TypeError(f"frame must be a table; got the text {frame!r}. Read it: read_csv(path).")
     levels = getattr(getattr(frame, "index", None), "names", ())
     names: Any = frame if isinstance(frame, Mapping) else getattr(frame, "column_names", None)
     names = getattr(frame, "columns", ()) if names is None else names
