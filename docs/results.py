@@ -698,9 +698,9 @@ def ranks_table() -> str:
         times = [plain(each["times"], 2) for each in (two, four)]
         body.append(
             [row["fit"], plain(1000 * row["seconds"], 0), *times, plain(four["calls"], 0),
-             plain(four["megabytes"], 2), four.get("why", DASH)]
+             plain(four["megabytes"], 2)]
         )  # fmt: skip
-    header = ["fit", "ms on one rank", "2 ranks, times", "4 ranks, times", "calls", "MB", "because"]
+    header = ["fit", "ms on one rank", "2 ranks, times", "4 ranks, times", "calls", "MB"]
     return table(header, body)
 
 
