@@ -290,9 +290,8 @@ class BlockChain(MarkovChain):
                 yield rows, (*(part.to(dtype or part.dtype) for part in parts), lengths)
 
     def states(self, seen: BlockLikelihood) -> Tensor:
-        """States in the block of each step, ``(N, T, w)``; K as padding."""
-        states = self.blocks.states[seen.blocks.clamp(max=self.blocks.num_blocks - 1)]
-        return states.masked_fill(states < 0, self.num_states).to(seen.logs.device)
+        """States in the block of each step, ``(N, T, w)``; K as padding, and where missing."""
+        return self.blocks.places[seen.blocks].to(seen.logs.device)
 
     def widened(self, seen: BlockLikelihood) -> tuple[Tensor, Tensor]:
         """Dense log-likelihoods ``(*B, T, K)``, -inf outside of blocks; and lengths."""

@@ -71,8 +71,7 @@ class BlockSymbols:
 
     def columns(self) -> Tensor:
         """State of each entry of ``log_probs``, ``(V, w)``; K for entries beyond the block."""
-        states = self.blocks.states[self.blocks.symbol_block]
-        return states.masked_fill(states < 0, self.blocks.num_states).to(self.log_probs.device)
+        return self.blocks.places[self.blocks.symbol_block].to(self.log_probs.device)
 
     def check_sums(self) -> None:
         """Raise unless the emission probabilities of each state sum to one."""

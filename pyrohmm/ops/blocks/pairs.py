@@ -64,11 +64,6 @@ class BlockPairs:
         pieces = (x.split(self.sizes) for x in (targets, *parts))
         return zip(sources.split(self.each), *pieces)
 
-    @property
-    def all_keys(self) -> Tensor:
-        """The keys that were given."""
-        return self.keys[self.index]
-
 
 # From the weights of each group of pairs in turn, (p, w, w), to the gradients of what is given
 PairGradient = Callable[[Iterable[Tensor]], tuple[Tensor, ...]]

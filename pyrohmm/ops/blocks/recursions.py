@@ -152,7 +152,7 @@ def moves_of(transitions: Transitions, blocks: Tensor, lengths: Tensor) -> Moves
         after = (moves + len(order)).clamp(max=len(rows))
         last = start[lengths - 1] + order.argsort()
         real = step_mask(lengths, blocks.size(1))[:, 1:]
-        leaving = pad(pairs.all_keys.masked_fill(~real, -1), (0, 1), value=-1)
+        leaving = pad(pairs.keys[pairs.index].masked_fill(~real, -1), (0, 1), value=-1)
         return Moves(
             pairs, order, rows, sizes.tolist(), pair, after, pad(before, (0, 1))[moves], of,
             further, last, leaving,

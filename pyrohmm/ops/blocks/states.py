@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..._checks import check_integers, check_shape, check_size
 from ..tensor_cache import cached, cached_on
@@ -36,6 +37,7 @@ class Blocks:
         width: w, the number of states of the largest block.
         owner: ``(K,)``, the block of each state.
         states: ``(B, w)``, the states of each block, -1 where a block has fewer than w.
+        places: ``(B + 1, w)``, the same with K as padding, and a row of K.
         are_equal: Whether all blocks have as many states, so that there is one operation for all.
 
     Raises:
@@ -64,7 +66,11 @@ class Blocks:
         self.owner = every.repeat_interleave(self.sizes)
         places = torch.arange(self.width, device="cpu")
         states = self.starts[:-1].unsqueeze(-1) + places
-        self.states = states.masked_fill(places >= self.sizes.unsqueeze(-1), -1)
+        beyond = places >= self.sizes.unsqueeze(-1)
+        self.states = states.masked_fill(beyond, -1)
+        self.places = pad(
+            states.masked_fill(beyond, self.num_states), (0, 0, 0, 1), value=self.num_states
+        )
         self._places = self.states.flatten().clamp(min=0)
         self._exist = (self.states.flatten() >= 0).nonzero().squeeze(-1)
 

@@ -12,7 +12,6 @@ logarithms, where one is too small to be surely right.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,13 +76,8 @@ class Transitions:
 
     def places(self, blocks: Tensor) -> Tensor:
         """Indices of the states of blocks, ``(n, w)``; K as padding, and for index B."""
-        return self._places.index_select(0, blocks.to(self._places.device))
-
-    @cached_property
-    def _places(self) -> Tensor:
-        states = self.blocks.states
-        states = states.masked_fill(states < 0, self.num_states)
-        return pad(states, (0, 0, 0, 1), value=self.num_states).to(self.scores[0].device)
+        device = self.scores[0].device
+        return cached_on(device, self.blocks.places).index_select(0, blocks.to(device))
 
     def widened(self, logs: Tensor, blocks: Tensor) -> Tensor:
         """Scatter vectors over the states of blocks ``(n, w)`` to all states."""
