@@ -46,8 +46,8 @@ class ProcessGroup:
 
     Example:
         >>> data = Sequences.from_list([[0], [1], [2]])
-        >>> [ProcessGroup(2, rank).shard(data).total for rank in (0, 1)]  # 3 * 2 of 3, 3 * 1 of 3
-        [4, 2]
+        >>> [ProcessGroup(2, rank).shard(data).total for rank in (0, 1)]  # 2 * 1 and 2 * 2
+        [2, 4]
     """
 
     def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:

@@ -98,6 +98,7 @@ def write_corpus(path: FilePath, lines: Iterable[str], vocabulary: Vocabulary) -
         TypeError, ValueError: As :func:`encode`.
 
     Example:
+        >>> import os, tempfile
         >>> lines = ["a rose", ""]
         >>> path = os.path.join(tempfile.mkdtemp(), "roses.tokens")
         >>> data = language.write_corpus(path, lines, language.count_words(lines))
