@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..._precision import at_least_single, full_precision, recomputed
+from ..._transforms import transforming
 from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 from ..products import take_rows
 from ..tensor_cache import cached, cached_on
@@ -115,7 +116,8 @@ class Transitions:
         else:
             found = log_softmax_of_pairs(pairs, self.blocks, leave, enter)
         if shares is not None:
-            found = found + self.leaving(pairs.keys).unsqueeze(1)
+            add = torch.add if torch.is_grad_enabled() or transforming() else Tensor.add_
+            found = add(found, self.leaving(pairs.keys).unsqueeze(1))
         found = take_rows(found.mT.flatten(1), cached_on(found.device, pairs.index))
         return found.unflatten(-1, (self.blocks.width, -1))
 
