@@ -124,6 +124,7 @@ GRADIENT = {
     "windows": ({}, (2, 4)),
     "generator": ({"generator": seeded(1)}, seeded(2)),
     "precision": ({}, torch.bfloat16),
+    "sharded": ({}, True),
     "name": ({}, "another"),
 }
 CHANGES = {
@@ -153,6 +154,7 @@ CHANGES = {
         "gradient_step": ({}, GradientStep(3)),
         "acceleration": ({}, True),
         "priors": ({}, False),
+        "sharded": ({}, True),
         "generator": ({"generator": seeded(1)}, seeded(2)),
         "name": ({"name": "one"}, "another"),
     },
@@ -167,6 +169,7 @@ CHANGES = {
             "validate_every",
             "validation",
             "precision",
+            "sharded",
         )
     }
     | {
@@ -214,7 +217,7 @@ def arguments_of(fit):
     if "options" in arguments:
         arguments |= {*FitOptions.__annotations__}
     if fit is fit_cooccurrence:
-        arguments -= {"batch_tokens", "windows", "precision"}
+        arguments -= {"batch_tokens", "windows", "precision", "sharded"}
     return arguments - {"options"}
 
 
@@ -240,7 +243,8 @@ def test_what_says_only_how_long_may_change(fit, tmp_path):
     changes = {"num_iterations": 3, "tolerance": 0.5, "progress": True}
     if gradient:
         changes |= {"patience": 5, "report": lambda validation: None}
-    assert {*changes, "checkpoint"} >= {*FREE} & arguments_of(fit)
+    alone = {"checkpoint", "group"}  # fits of several ranks are in test_process_group
+    assert {*changes, *alone} >= {*FREE} & arguments_of(fit)
     for name, value in changes.items():
         run(fit, tmp_path / "x", **gradient | {name: value})
 
