@@ -249,8 +249,8 @@ def fit_cooccurrence(
         >>> fit.restarts.losses.shape[0], fit.num_observed
         (4, 38)
     """
-    for name in MINIBATCHES:
-        if options.get(name) is not None:
+    for name in (*MINIBATCHES, "sharded"):
+        if options.get(name) not in (None, False):
             text = f"{name} must be left out; got {options[name]}"
             raise ValueError(f"{text}. A step reads the counts of all pairs.")
     targets, notes = _targets(module, data, num_symbols, lags)
