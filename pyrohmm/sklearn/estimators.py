@@ -108,8 +108,9 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Refuse options of other names, with the one that is meant."""
         known = inspect.signature(cls).parameters
-        for name in options.keys() - known.keys():
-            raise unknown_argument(cls, name, known)
+        names = options.keys() - known.keys()
+        if names and all(part.kind is not part.VAR_KEYWORD for part in known.values()):
+            raise unknown_argument(cls, min(names), known)
         return super().__new__(cls)
 
     # What an estimator defines
