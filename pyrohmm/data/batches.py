@@ -225,7 +225,12 @@ class Batches:
                 f"data must be shares of like size: one rank has {-least} sequences, and another "
                 f"{most} minibatches. Divide them evenly, or make minibatches larger."
             )
-        return _cut_finer(batches, most)
+        while len(batches) < most:  # the largest are halved
+            order = sorted(range(len(batches)), key=lambda n: len(batches[n]), reverse=True)
+            halved = {n for n in order[: most - len(batches)] if len(batches[n]) > 1}
+            pieces = [b.tensor_split(1 + (n in halved)) for n, b in enumerate(batches)]
+            batches = [piece for each in pieces for piece in each]
+        return batches
 
     def _pieces(self, number: int) -> Iterator[tuple[int, int, int, int, bool]]:
         """Pieces of window ``number``: stream, sequence, first step, length, whether it is new."""
@@ -309,13 +314,3 @@ def _similar(lengths: Tensor, generator: torch.Generator | None) -> Tensor:
     """Random order of sequences in which those of similar length are neighbours."""
     noise = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
     return (lengths * (1 + JITTER * noise)).argsort()
-
-
-def _cut_finer(batches: list[Tensor], count: int) -> list[Tensor]:
-    """Halve the largest batches until there are ``count``."""
-    while len(batches) < count:
-        order = sorted(range(len(batches)), key=lambda n: len(batches[n]), reverse=True)
-        halved = {n for n in order[: count - len(batches)] if len(batches[n]) > 1}
-        pieces = [b.tensor_split(1 + (n in halved)) for n, b in enumerate(batches)]
-        batches = [piece for each in pieces for piece in each]
-    return batches

@@ -296,19 +296,15 @@ class HMM(ChainDistribution):
             return recursions.log_evidence(*of_symbols)
         return self.chain.log_evidence(self._read(values), self.lengths)
 
-    def _path(self, states: Tensor) -> Tensor:
-        """Check one path ``(*B, T)``, and set padded steps to 0."""
+    def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
+        r"""Log joint density :math:`\log p(x_{1:T}, z_{1:T})` of values and a path; ``(*B)``."""
+        likelihood = self.log_likelihood(values)
         check_integers("states", states)
         check_trailing("states", states, (self.num_steps,), "(T,)")
         states = states.long().masked_fill(~self.exists, 0)
         if self._validate_args:
             check_range("states", states, self.num_states, "K - 1")
-        return states
-
-    def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
-        r"""Log joint density :math:`\log p(x_{1:T}, z_{1:T})` of values and a path; ``(*B)``."""
-        likelihood = self.log_likelihood(values)
-        return self.chain.log_joint(likelihood, self.lengths, self._path(states))
+        return self.chain.log_joint(likelihood, self.lengths, states)
 
     @opaque
     def posterior(self, values: Tensor) -> Any:

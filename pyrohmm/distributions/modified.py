@@ -50,14 +50,6 @@ class StableWeibull(dist.Weibull):
         return exact_log_prob(self, value)
 
 
-def von_mises_cdf(value: Tensor, loc: Tensor, concentration: Tensor) -> Tensor:
-    """Von Mises CDF from -π to ``value``, both in one turn; no gradient."""
-    stats = imported("scipy.stats")  # a third of a second, which few need
-    value = torch.remainder(value + math.pi, 2 * math.pi) - math.pi
-    upto = _by_scipy(stats.vonmises.cdf, value, concentration, loc)
-    return upto - _by_scipy(stats.vonmises.cdf, torch.full_like(upto, -math.pi), concentration, loc)
-
-
 def _by_scipy(function: Callable[..., Any], *arguments: Tensor) -> Tensor:
     parts = [part.detach().cpu().double().numpy() for part in broadcast_all(*arguments)]
     return torch.as_tensor(function(*parts)).to(arguments[0])
@@ -74,7 +66,11 @@ class Angle(dist.VonMises):
 
     def cdf(self, value: Tensor) -> Tensor:
         """Probability that an angle lies between -π and ``value``, both in one turn."""
-        return von_mises_cdf(value, self.loc, self.concentration)
+        stats = imported("scipy.stats")  # a third of a second, which few need
+        value = torch.remainder(value + math.pi, 2 * math.pi) - math.pi
+        parts = self.concentration, self.loc
+        upto = _by_scipy(stats.vonmises.cdf, value, *parts)
+        return upto - _by_scipy(stats.vonmises.cdf, torch.full_like(upto, -math.pi), *parts)
 
 
 class WrappedCauchy(TorchDistribution):

@@ -177,19 +177,11 @@ class GradientSteps:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore unconstrained values and optimizer from a checkpoint."""
         device = self.parameters.data.device
-        self.leaves = {}
-        for name, leaf in state["leaves"].items():  # older ones have another shape
-            shape = self.parameters.values[name].shape[:1]
-            event = self.parameters.sites[name].event_shape
-            shape += self.transforms[name].inverse_shape(event)
-            self.leaves[name] = leaf.to(device).reshape(shape).requires_grad_()
+        self.leaves = {n: leaf.to(device).requires_grad_() for n, leaf in state["leaves"].items()}
         if state["stepper"] is not None and self.step.optimizer is not None:
             imported("torch._dynamo")  # an optimizer would, with signals
             self.step._stepper = self.step.optimizer([*self.leaves.values(), *self.points])
             self.step._stepper.load_state_dict(state["stepper"])
-            for leaf, kept in self.step._stepper.state.items():
-                kept |= {name: x.reshape(leaf.shape) for name, x in kept.items()
-                         if torch.is_tensor(x) and x.numel() == leaf.numel()}  # fmt: skip
 
 
 class Maximization:

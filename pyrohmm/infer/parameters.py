@@ -247,9 +247,7 @@ class Parameters:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore latent variables and parameters without a prior from a checkpoint."""
         device = self.data.device
-        for name, site in self.sites.items():  # older ones have another shape
-            value = state["values"][name].to(device)
-            self.values[name] = value.reshape(self.restarts, *site.event_shape)
+        self.values = {name: state["values"][name].to(device) for name in self.sites}
         with torch.no_grad():
             for point, saved in zip(self.points, state["points"], strict=True):
                 point.copy_(saved)

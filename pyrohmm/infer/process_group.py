@@ -177,8 +177,9 @@ class ProcessGroup:
 
     def together(self, error: Exception | None = None) -> None:
         """Wait until all ranks have called this; the ``error`` of one is raised in all."""
-        rank = self._first_with(error is not None) if self.size > 1 else self.rank
-        if rank is not None and self.size > 1:
+        mark = torch.tensor(0 if error is None else self.size - self.rank)
+        if self.size > 1 and (first := int(self.most(mark))):
+            rank = self.size - first
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
             kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
             kind, text = self._objects_from(rank, (kind, text))
@@ -229,12 +230,6 @@ class ProcessGroup:
         found = difference(self._objects_from(0, here), here)
         differing = None if found is None else ALIKE.format(*found, self.rank)
         self.together(None if differing is None else ValueError(differing))
-
-    def _first_with(self, flag: bool) -> int | None:
-        """The first rank whose ``flag`` is set, if any is."""
-        number = torch.tensor(self.size - self.rank if flag else 0, device=self.device)
-        distributed.all_reduce(number, distributed.ReduceOp.MAX, self.group)
-        return self.size - int(number) if number > 0 else None
 
     def _objects_from(self, rank: int, found: Any) -> Any:
         """What another rank has ``found``, any object."""

@@ -12,7 +12,7 @@ from scipy import integrate, optimize, stats
 import pyrohmm
 from pyrohmm import HMM, Sequences, TabularHMM, fit_em
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy, ZeroInflated
-from pyrohmm.distributions.modified import Angle, BetaWithCdf, StudentTWithCdf, von_mises_cdf
+from pyrohmm.distributions.modified import Angle, BetaWithCdf, StudentTWithCdf
 from pyrohmm.ops import products
 from pyrohmm.ops.newton import maximized, of_function
 
@@ -233,7 +233,7 @@ def test_newton_climbs_where_a_function_is_not_concave():
 
 
 def test_von_mises_probabilities():
-    found = von_mises_cdf(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(2.0))
+    found = Angle(torch.tensor(0.0), torch.tensor(2.0)).cdf(torch.tensor(0.0))
     assert found.item() == pytest.approx(0.5)
 
 
