@@ -77,8 +77,7 @@ def is_missing(values: np.ndarray) -> np.ndarray:
     """Mask of a column's missing entries: None, NaN, and all else that differs from itself."""
     if values.dtype.kind != "O":
         return values != values if values.dtype.kind in "fcMm" else np.zeros(values.shape, bool)
-    flat = [_is_nothing(item) for item in values.reshape(-1)]
-    return np.array(flat, bool).reshape(values.shape)
+    return np.array([_is_nothing(item) for item in values.reshape(-1)], bool).reshape(values.shape)
 
 
 def _is_nothing(item: Any) -> bool:

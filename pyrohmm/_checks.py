@@ -245,6 +245,13 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number; got {type(value).__name__}. Call float() on it.")
 
 
+def check_positive_number(name: str, value: object, cure: str = "") -> None:
+    """Raise unless ``value`` is one positive, finite number."""
+    check_number(name, value)
+    if not 0 < value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{name} must be positive and finite; got {value}. {cure}".rstrip())
+
+
 def check_positive(name: str, tensor: Tensor) -> None:
     """Raise unless all numbers are positive and finite."""
     wrong = tensor[~((tensor > 0) & (tensor < torch.inf))]  # NaN is neither

@@ -137,8 +137,7 @@ def _check_counts(
     counts = chain.expected_counts(likelihood, lengths)
     assert counts.counts.keys() == chain.parameters.keys(), "counts have the parameters' names"
     for i, each in enumerate(paths):
-        size = chain.num_states
-        wanted = each.marginals().reshape(-1, size)
+        wanted = each.marginals().reshape(-1, chain.num_states)
         _close("states", counts.state_probs[i, : len(wanted)], wanted, tolerance)
         assert bool((counts.state_probs[i, len(wanted) :] == 0).all()), "padding has posterior mass"
     leaves = {name: part.clone().requires_grad_() for name, part in chain.parameters.items()}

@@ -397,8 +397,7 @@ class PosteriorDraws:
             another.
         """
         data = to_model_device(self.model, None, data)
-        evidence = self.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
-        best = int(evidence.argmax())
+        best = int(self.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1)).argmax())
         one = self._changed(lambda value: value.flatten(0, 1)[best, None, None])
         reference = one.map(data, lambda hmm: hmm.posterior(data.values).state_probs)[0, 0]
         names = torch.empty(0)

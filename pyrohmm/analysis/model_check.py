@@ -29,7 +29,7 @@ from ..infer.coordinates import names_of
 from ..infer.laplace import LaplaceFit
 from ..infer.models import MarginalModel, exclusive
 from ..infer.objective import latent_sites
-from ..infer.results import Fit, name_of
+from ..infer.results import Fit, columns_of, model_name
 from ..infer.sampled import SampledFit
 from ..nn.base import HMMModule
 from . import metrics, plots
@@ -432,8 +432,7 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
         "Residuals": lambda: RESIDUALS + _picture(residual_plots(hmm, some.values)[0]),
     }
     body = "\n".join(f"<h2>{title}</h2>\n{_or_reason(make)}" for title, make in parts.items())
-    model = name_of(getattr(fit.model, "module", fit.model))
-    title = escape(f"{model}, fitted by {fit.method}")
+    title = escape(f"{model_name(fit.model)}, fitted by {fit.method}")
     page = PAGE.format(title=title, body=body, date=date.today().isoformat(), version=__version__)
     Path(path).write_text(page)
     return Path(path)
@@ -482,7 +481,7 @@ def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
         columns, text = (fit.table(data), "") if draws is None else _posterior(draws, data)
     except (ValueError, TypeError, NotImplementedError) as error:
         text = f"<p>Without intervals: {escape(str(error))}</p>"
-        columns = _columns({name: {"estimate": v} for name, v in fit.parameters.items()})
+        columns = columns_of({name: {"estimate": v} for name, v in fit.parameters.items()})
     heads = {"std_error": "standard error", "lower": "2.5 %", "upper": "97.5 %"}
     rows = [
         [name.removeprefix("module."), *(f"{x:.4g}".replace("nan", "fixed") for x in numbers)]
@@ -505,17 +504,7 @@ def _posterior(draws: PosteriorDraws, data: Sequences) -> tuple[dict[str, list[A
     for name, value in draws.parameters.items():
         flat = value.double().flatten(0, 1)
         parts[name] = dict(zip(heads, (flat.mean(0), flat.std(0), *quantile(flat, [0.025, 0.975]))))
-    return _columns(parts), text
-
-
-def _columns(parts: dict[str, dict[str, Tensor]]) -> dict[str, list[Any]]:
-    """Table columns of estimates, with one row per parameter entry."""
-    columns: dict[str, list[Any]] = {"parameter": []}
-    for name, values in parts.items():
-        columns["parameter"] += names_of(name, next(iter(values.values())))
-        for column, value in values.items():
-            columns.setdefault(column, []).extend(value.flatten().tolist())
-    return columns
+    return columns_of(parts), text
 
 
 def _transitions(hmm: HMM, data: Sequences) -> str:

@@ -384,8 +384,7 @@ def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
     check_possible(found.log_evidence)
     stays = state_of.unsqueeze(-1) == state_of
     entered = found.state_probs[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
-    visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)
-    return visits.index_add(-1, state_of, entered)
+    return entered.new_zeros(*entered.shape[:-1], hmm.num_states).index_add(-1, state_of, entered)
 
 
 class PseudoResiduals(NamedTuple):
@@ -413,8 +412,7 @@ class PseudoResiduals(NamedTuple):
 
     def sample(self) -> Tensor:
         """Sample randomised residuals ``(*B, T, *E)``: standard normal, if the model is true."""
-        share = torch.rand_like(self.lower)
-        return torch.special.ndtri(torch.lerp(self.lower, self.upper, share))
+        return torch.special.ndtri(torch.lerp(self.lower, self.upper, torch.rand_like(self.lower)))
 
 
 def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> PseudoResiduals:

@@ -476,8 +476,7 @@ def paths_through_gaps(chain: BlockChain, seen: BlockLikelihood, count: int | No
 
     def arrived(step: slice, state: Tensor, message: Tensor) -> Tensor:
         source, target = blocks[:, step].unbind(-1)
-        sums = transitions.sums(message, source, target, best)
-        return sums.gather(1, state.unsqueeze(-1))
+        return transitions.sums(message, source, target, best).gather(1, state.unsqueeze(-1))
 
     state = choose(message.repeat(rows, 1).softmax(-1))
     path = [state]

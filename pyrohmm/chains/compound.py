@@ -271,8 +271,7 @@ class SecondOrderChain(Chain):
 
     def stationary(self) -> Tensor:
         """Stationary distribution of the states, ``(*b, K)``."""
-        pairs = self._pairs.stationary()
-        return pairs.unflatten(-1, (-1, self.num_states)).sum(-2)
+        return self._pairs.stationary().unflatten(-1, (-1, self.num_states)).sum(-2)
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> SecondOrderPosterior:
         """Smoothed marginals, and expected transitions of each sequence."""

@@ -273,8 +273,7 @@ def over_gaps(rates: Tensor, gaps: Gaps) -> Tensor:
     outer = max(len(lead) - inner, 0)
     if any(size > 1 for size in lead[outer:]):  # sequences with rates of their own
         return log_transitions(rates.unsqueeze(-3), gaps.distinct[gaps.place])
-    shared = rates.reshape(*lead[:outer], 1, *matrix)
-    logs = log_transitions(shared, gaps.distinct)
+    logs = log_transitions(rates.reshape(*lead[:outer], 1, *matrix), gaps.distinct)
     first = torch.arange(lead[:outer].numel(), device=rates.device) * len(gaps.distinct)
     rows = gaps.place + first.reshape(*lead[:outer], *(1,) * gaps.place.dim())
     return take_rows(logs.flatten(-2).flatten(0, -2), rows).unflatten(-1, matrix)

@@ -74,8 +74,7 @@ class SemiMarkovChain(Chain):
     def check_values(self) -> None:
         """Raise unless log-probabilities sum to one, and no state follows itself."""
         super().check_values()
-        follows = self.log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf
-        if bool(follows.any()):
+        if bool((self.log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf).any()):
             raise ValueError(
                 "log_transition must be -inf on the diagonal: no state follows itself, it "
                 "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."

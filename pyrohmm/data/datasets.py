@@ -36,8 +36,7 @@ def english_text() -> str:
         for paragraph in re.split(r"\n\s*\n", topics[topic])
     )
     prose = (p for p in paragraphs if re.fullmatch(r"(\* )?[A-Z][^>]*[.:!?]", p))
-    text = "\n".join(prose).replace("\u2019", "'")
-    return re.sub(r'(?m)^\* |[*"`\u2018\u201c\u201d]', "", text)
+    return re.sub(r'(?m)^\* |[*"`\u2018\u201c\u201d]', "", "\n".join(prose).replace("\u2019", "'"))
 
 
 def english_letters(num_characters: int | None = None, chunk: int = 100) -> Corpus:
@@ -48,8 +47,7 @@ def english_letters(num_characters: int | None = None, chunk: int = 100) -> Corp
         chunk: Length T of each piece; the last may be shorter.
     """
     alphabet = LETTERS + " "
-    text = plain(english_text(), alphabet)
-    return read_characters(text[:num_characters], alphabet, chunk)
+    return read_characters(plain(english_text(), alphabet)[:num_characters], alphabet, chunk)
 
 
 def english_words(max_size: int | None = 2000) -> Corpus:

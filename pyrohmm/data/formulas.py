@@ -192,8 +192,7 @@ def smooth(
 
 def _terms() -> dict[str, Any]:
     """Functions that formulas may call besides those of formulaic, by name."""
-    transforms = imported("formulaic.transforms")
-    smooths = transforms.stateful_transform(smooth)
+    smooths = imported("formulaic.transforms").stateful_transform(smooth)
     return {"cyclic": cyclic, "smooth": smooths, "offset": partial(np.asarray, dtype=float)}
 
 

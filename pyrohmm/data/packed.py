@@ -184,8 +184,7 @@ class PackedSequences:
     def bucket_members(self) -> list[Tensor]:
         """Numbers of the sequences of each of ``buckets``."""
         count = torch.arange(len(self))
-        steps = self.num_steps * len(self)
-        if steps < max(LITTLE, RAGGED * self.num_rows):
+        if self.num_steps * len(self) < max(LITTLE, RAGGED * self.num_rows):
             return [count]
         order = self.lengths.argsort(stable=True)
         lengths, begin, parts = self.lengths[order], 0, []

@@ -370,8 +370,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
     def truncate(self, num_steps: int) -> Sequences:
         """Copy cut to the first ``num_steps`` steps of each sequence; shorter ones stay."""
         check_size("num_steps", num_steps)
-        lengths = self.lengths.clamp(max=num_steps)
-        return self.runs(self.firsts, lengths, self.total, self.indices)
+        return self.runs(self.firsts, self.lengths.clamp(max=num_steps), self.total, self.indices)
 
     def split(
         self, share: float = 0.5, generator: torch.Generator | None = None

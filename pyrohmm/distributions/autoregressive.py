@@ -165,8 +165,7 @@ class Autoregressive(OwnChecks):
 
     def _log_prob_given(self, values: Tensor, context: Tensor) -> Tensor:
         """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` given contexts ``(*A, L, *E)``."""
-        here = values.unsqueeze(-1 - len(self.event_shape))
-        return marginal_log_prob(self.given(context), here)
+        return marginal_log_prob(self.given(context), values.unsqueeze(-1 - len(self.event_shape)))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Raise: a single observation has no log-density without those before it."""

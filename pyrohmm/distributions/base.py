@@ -398,8 +398,7 @@ class ChainDistribution(OwnChecks):
         if self.allowed is None or not self._validate_args or transforming():
             return
         with torch.no_grad():
-            seen = self._read(values)
-            reached = self.chain.filtered(seen, self.lengths).isfinite().any(-1)
+            reached = self.chain.filtered(self._read(values), self.lengths).isfinite().any(-1)
             lost = (self.exists & ~reached).any(-1)
             if bool(lost.any()):
                 free = self.chain.log_evidence(self._read(values, with_labels=False), self.lengths)

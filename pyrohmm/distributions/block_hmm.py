@@ -334,8 +334,7 @@ class BlockHMM(HMM):
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Log factors of the joint density over all K states: see :meth:`HMM.log_factors`."""
-        matrices = self.chain.matrices
-        return self.chain.all_initial(), matrices, self.log_likelihood(values, check)
+        return self.chain.all_initial(), self.chain.matrices, self.log_likelihood(values, check)
 
     # Queries given values (*B, T, *E)
 

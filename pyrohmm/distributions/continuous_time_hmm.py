@@ -176,8 +176,7 @@ class ContinuousTimeHMM(HMM):
         check_real("gaps", gaps)
         wrong = ~((gaps >= 0) & (gaps < torch.inf))
         if self._validate_args and not transforming() and bool(wrong.any()):
-            got = gaps[wrong][0].item()
-            text = f"gaps must be finite and not negative; got {got:g}"
+            text = f"gaps must be finite and not negative; got {gaps[wrong][0].item():g}"
             raise ValueError(f"{text}. Take differences of times in order.")
         shape = *self.rates.shape[:-2], *(1,) * gaps.dim(), *self.rates.shape[-2:]
         return self.rates.reshape(shape)
@@ -275,8 +274,7 @@ class ContinuousTimeHMM(HMM):
         now = self.state_probs_ahead(values, 0).unsqueeze(-2)
         hmm = beside(now, self)
         matrices = over_gaps(hmm.rates, Gaps.of(gaps)).exp()
-        states = (now @ matrices.to(now.dtype)).squeeze(-2)
-        return Forecast(states, hmm.emission)
+        return Forecast((now @ matrices.to(now.dtype)).squeeze(-2), hmm.emission)
 
     def gaps_after(self, times: Tensor) -> Tensor:
         """Time ``(*B, H)`` from the last step of each sequence to ``times`` ``(*B, H)``.

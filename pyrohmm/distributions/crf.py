@@ -274,8 +274,7 @@ class LinearChainCRF(TorchDistribution):
         """
         chain, shape = self.chain, (*self.batch_shape, self.num_steps - 1, *[self.num_labels] * 2)
         each = MarkovChain(chain.log_initial, chain.matrices.expand(shape), per_step=True)
-        counts = each.counts_of_each(self.emission_scores, self.lengths)
-        return counts.counts["log_transition"]
+        return each.counts_of_each(self.emission_scores, self.lengths).counts["log_transition"]
 
     def k_best(self, count: int) -> tuple[Tensor, Tensor]:
         r"""The C most probable paths ``(*B, C, T)``, best first, and :math:`\log p` ``(*B, C)``.

@@ -145,8 +145,7 @@ def _count_quantiles(weights: Tensor, emission: Any, state: int, probs: Tensor) 
     _, most = _ends(weights, emission, state)
     last = (emission.mean + REACH * emission.stddev + 20).amax(state).minimum(most).max()
     counts = torch.arange(int(last) + 1).to(weights).reshape(-1, *(1,) * weights.dim())
-    upto = (weights * cdf(emission, counts)).sum(state)
-    found = _first_to_sum_to(upto, probs).to(weights)
+    found = _first_to_sum_to((weights * cdf(emission, counts)).sum(state), probs).to(weights)
     above = (probs.to(found) == 1).reshape(-1, *(1,) * most.dim()) & most.isposinf()
     return found.masked_fill(above, torch.inf)
 
@@ -476,8 +475,7 @@ class AutoregressiveForecast(Forecast):
             ValueError: If it has no closed form.
         """
         check_real("values", values)
-        event = self.event_shape
-        check_trailing("values", values, (self.state_probs.size(-2), *event), "(H, *E)")
+        check_trailing("values", values, (self.state_probs.size(-2), *self.event_shape), "(H, *E)")
         if isinstance(self.emission, AutoregressiveCategorical):
             self._check_whole(values)
             logs = self.probs.log()

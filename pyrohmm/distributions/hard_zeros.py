@@ -256,8 +256,7 @@ def arguments_of(distribution: Any) -> dict[str, Any]:
     names = argument_names(type(distribution))
     left_out = {name for same in ALTERNATIVES if same[0] in names for name in same[1:]}
     if "probs" in names and "logits" in names:
-        given = built_from(holder_of(distribution))
-        left_out |= {"probs", "logits"} - {given}
+        left_out |= {"probs", "logits"} - {built_from(holder_of(distribution))}
     pairs = ((name, ATTRIBUTES.get(name, name)) for name in names if name not in left_out)
     found = {name: getattr(distribution, at) for name, at in pairs if hasattr(distribution, at)}
     if isinstance(distribution, Normal) and is_spherical(distribution):

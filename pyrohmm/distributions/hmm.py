@@ -326,8 +326,7 @@ class HMM(ChainDistribution):
         ``by_symbol``, where :meth:`symbol_factors` has a table of symbols, ``state_probs`` are
         ``(*, V, K)``: expected numbers of steps.
         """
-        compute = partial(self._counts, values, by_symbol)
-        counts = with_one_wait(compute, self.log_initial.device)
+        counts = with_one_wait(partial(self._counts, values, by_symbol), self.log_initial.device)
         self._check_evidence(counts.log_evidence, values)
         return counts
 
@@ -504,8 +503,7 @@ class HMM(ChainDistribution):
                 f"{impossible.nonzero()[0].tolist()}."
             )
         count = shape[: len(shape) - len(self.batch_shape)].numel()
-        states = self.chain.sample_states(logs, self.lengths, count)
-        return states.reshape(*shape, self.num_steps)
+        return self.chain.sample_states(logs, self.lengths, count).reshape(*shape, self.num_steps)
 
     def _check_possible(self, evidence: Any, states: Tensor | None = None) -> None:
         """Raise if a log evidence, or the log joint density of a path, is -inf."""

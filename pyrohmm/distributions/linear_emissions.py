@@ -40,30 +40,20 @@ PASSES = 50  # over the values, to make features of them: a millisecond for 400,
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 
-def linear_log_prob(emission: Any, values: Tensor) -> Tensor | None:
+def linear_log_prob(emission: Any, values: Tensor, mixed: bool = False) -> Tensor | None:
     """Log-density ``(*A, K)`` of ``values`` ``(*A, *E)`` in each of the K states.
 
     Args:
         emission: Of batch shape ``(*b, K)``, where b broadcasts with A from the right.
         values: Components that are NaN are missing, and integrated out.
+        mixed: Whether emissions are the C components of mixtures in K states, of batch shape
+            ``(*b, K, C)``; the result is ``(*A, K C)``.
 
     Returns:
         None if the emission is not of a family known here; or it has covariance matrices, and
         components are missing, values so few that its own ``log_prob`` is as fast, or so extreme
         that it alone is exact.
     """
-    return _log_prob(emission, values, mixed=False)
-
-
-def component_log_prob(mixture: Any, values: Tensor) -> Tensor | None:
-    """Log-densities ``(*A, K, C)`` in each component of mixtures in K states."""
-    components = mixture.component_distribution
-    scores = _log_prob(components, values, mixed=True)
-    return None if scores is None else scores.unflatten(-1, components.batch_shape[-2:])
-
-
-def _log_prob(emission: Any, values: Tensor, mixed: bool) -> Tensor | None:
-    """Log-density ``(*A, K)``, or ``(*A, K C)`` if the emission is batched over ``(*b, K, C)``."""
     base, events = emission, 0
     while type(base) in (dist.Independent, torch_dist.Independent):
         base, events = base.base_dist, events + base.reinterpreted_batch_ndims
@@ -126,17 +116,9 @@ class _Components:
     def __init__(self, *parameters: Tensor) -> None:
         self.parameters = parameters
 
-    def formula(self, values: Tensor) -> Tensor:
-        """Log-densities ``(*A, K, D)`` of values ``(*A, 1, D)``, by the plain formula; no NaN."""
-        raise NotImplementedError
-
-    def condition(self, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Error amplification and reach, for :func:`_precision`; ``largest`` is of the values."""
-        raise NotImplementedError
-
-    def terms(self, values: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Features ``(*A, F)`` and parameters ``(*b, K, F)`` whose product is the log-density."""
-        raise NotImplementedError
+    formula: Any  # (values (*A, 1, D)) -> log-densities (*A, K, D), plainly; no NaN
+    condition: Any  # (largest value) -> error amplification and reach, for _precision
+    terms: Any  # (values, known) -> (*A, F) and (*b, K, F), whose product is the log-density
 
     def log_prob(self, values: Tensor, known: Tensor | None = None) -> Tensor:
         """Log-density ``(*A, K)`` of values ``(*A, D)``; those that are not ``known`` are zeros."""

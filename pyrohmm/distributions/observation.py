@@ -39,7 +39,7 @@ from .hard_zeros import (
     log_probs_of_bits,
     without_events,
 )
-from .linear_emissions import component_log_prob, linear_log_prob
+from .linear_emissions import linear_log_prob
 from .modified import Censored, Truncated, ZeroInflated
 
 
@@ -198,8 +198,7 @@ class Tied(OwnChecks):
         wide = self.base.expand((states, *self.base.batch_shape))  # independent for each state
         values = wide.sample(torch.Size(sample_shape))  # (*S, K, *b, J, *E)
         at = values.dim() - len(self.event_shape) - 1
-        first = len(torch.Size(sample_shape))
-        values = values.movedim(first, at - 1)  # (*S, *b, K, J, *E)
+        values = values.movedim(len(torch.Size(sample_shape)), at - 1)  # (*S, *b, K, J, *E)
         index = self.index.reshape((states,) + (1,) * (1 + len(self.event_shape)))
         index = index.expand((*values.shape[: at - 1], states, 1, *self.event_shape))
         return values.gather(at, index).squeeze(at)
@@ -257,8 +256,7 @@ def _by_integers(emission: Any, values: Tensor) -> Tensor | None:
     if found is None:
         return None
     numbers, index = found
-    batch = emission.batch_shape
-    if len(numbers) * math.prod(batch[:-1]) * FEWER > values.numel():
+    if len(numbers) * math.prod(emission.batch_shape[:-1]) * FEWER > values.numel():
         return None
     table = _log_prob(base, numbers.reshape(-1, *(1,) * len(base.batch_shape))).movedim(0, -1)
     table = torch.nn.functional.pad(table, (0, 1))  # of what is missing
@@ -280,10 +278,11 @@ def _is_of_bits(emission: Any) -> bool:
 
 def log_prob_per_component(mixture: Any, values: Tensor) -> Tensor:
     """Log-density ``(*A, K, C)`` of ``values`` ``(*A, *E)`` in each component of K mixtures."""
-    scores, at = component_log_prob(mixture, values), -1 - len(mixture.event_shape)
-    if scores is not None:
-        return scores
-    return marginal_log_prob(mixture.component_distribution, values.unsqueeze(at).unsqueeze(at))
+    parts, at = mixture.component_distribution, -1 - len(mixture.event_shape)
+    scores = linear_log_prob(parts, values, mixed=True)
+    if scores is None:
+        return marginal_log_prob(parts, values.unsqueeze(at).unsqueeze(at))
+    return scores.unflatten(-1, parts.batch_shape[-2:])
 
 
 def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor:

@@ -209,8 +209,7 @@ class _SparseStickBreaking(_FromVector):
         logit = x - self.offset.to(x)
         share[..., self.free] = logit.sigmoid()
         rest[..., self.free] = torch.nn.functional.logsigmoid(-logit)
-        left = torch.cat([x.new_zeros((*share.shape[:-1], 1)), rest.cumsum(-1)], -1)
-        return share, left
+        return share, torch.cat([x.new_zeros((*share.shape[:-1], 1)), rest.cumsum(-1)], -1)
 
     def _call(self, x: Tensor) -> Tensor:
         share, left = self._break(x)

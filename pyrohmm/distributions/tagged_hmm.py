@@ -52,8 +52,7 @@ class WordAndTag(Streams):
     @property
     def support(self) -> constraints.Constraint:
         """Pairs of integers; -1 is allowed."""
-        sizes = [part.logits.size(-1) for part in self.parts]
-        return constraints.independent(_Below(sizes), 1)
+        return constraints.independent(_Below([part.logits.size(-1) for part in self.parts]), 1)
 
     def split(self, values: Tensor) -> list[Tensor]:
         """The words and the tags of ``(*, 2)``, as floating point with NaN where one is missing."""

@@ -242,8 +242,7 @@ class InverseWishart(OwnChecks):
         """Sample matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
         shape = torch.Size(sample_shape) + self.batch_shape
         degrees = self.scale.new_full(shape, self.degrees)
-        root = sample_root(degrees, self.scale.expand(*shape, *self.event_shape))
-        return _square(root)
+        return _square(sample_root(degrees, self.scale.expand(*shape, *self.event_shape)))
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` of covariance matrices."""
@@ -335,12 +334,10 @@ def _square(root: Tensor) -> Tensor:
 
 def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
     """Sample square roots M of inverse-Wishart matrices M M', of degrees ``(*B)`` and scales."""
-    dim = scale.size(-1)
-    half = (degrees.unsqueeze(-1) - torch.arange(dim, device=scale.device)) / 2
+    half = (degrees.unsqueeze(-1) - torch.arange(scale.size(-1), device=scale.device)) / 2
     chi = (2 * torch._standard_gamma(half)).sqrt()
     lower = torch.randn_like(scale).tril(-1) + torch.diag_embed(chi)
-    factor = torch.linalg.cholesky(scale)
-    return torch.linalg.solve_triangular(lower, factor.mT, upper=False).mT
+    return torch.linalg.solve_triangular(lower, torch.linalg.cholesky(scale).mT, upper=False).mT
 
 
 def flat_step(old: Tensor, upper: Tensor, count: Tensor, about: Tensor) -> Tensor:

@@ -369,8 +369,7 @@ class Gibbs(Chains):
         """Checkpoint state: samples, temperatures, parameters, tuning of Hamiltonian steps."""
         state = super().state() | self.parameters.state()
         if self.others is not None:
-            tuning = vars(self.others.hamiltonian.tuning)
-            state["others"] = tuning | {"names": self.others.names}
+            state["others"] = vars(self.others.hamiltonian.tuning) | {"names": self.others.names}
         return state
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -129,8 +129,7 @@ class Loop(FitLoop):
     def run(self) -> None:
         """Iterate until the fit has converged or has taken all steps."""
         parameters = self.parameters
-        threads = threads_for(parameters.cost * self.batches.steps_at_once)
-        with threads, self.batches.explained():
+        with threads_for(parameters.cost * self.batches.steps_at_once), self.batches.explained():
             if self.group.size > 1:  # processors may differ in rounding
                 self._start_as_first()
             if self.decay is not None and not self.average:
@@ -273,8 +272,7 @@ class Loop(FitLoop):
             self._keep(chosen)
             loss, sums = self.expect(batch)
         if self.decay is not None:
-            rate = (len(self.losses) + 1) ** -self.decay
-            sums = self.average = _mixed(self.average, sums, rate)
+            sums = self.average = _mixed(self.average, sums, (len(self.losses) + 1) ** -self.decay)
         self.maximize(sums)
         if bool(self.squarem.active.any()):
             self.squarem.record()

@@ -39,6 +39,9 @@ class FitLoop:
     """
 
     further = 0  # losses besides one for each step
+    step: Any  # () -> take one step and append its loss; may set ``reason``, which ends the fit
+    state: Any  # () -> the checkpoint state of the fit, by name
+    restore: Any  # (state) -> restore the fit from a checkpoint state
 
     def __init__(
         self,
@@ -56,18 +59,6 @@ class FitLoop:
         self.losses: list[Tensor] = []
         self.reason: str | None = None
         self.ended = f"it took all {num_iterations} steps"
-
-    def step(self) -> None:
-        """Take one step and append its loss; may set ``reason``, which ends the fit."""
-        raise NotImplementedError
-
-    def state(self) -> dict[str, Any]:
-        """Checkpoint state of the fit, by name."""
-        raise NotImplementedError
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the fit from a checkpoint state."""
-        raise NotImplementedError
 
     @property
     def seconds(self) -> float:

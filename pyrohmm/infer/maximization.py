@@ -156,8 +156,7 @@ class GradientSteps:
             total: Any = 0.0
             for batch, counts in parts:
                 hmm, prior = parameters.build(batch)
-                expected = expectation_of_logs(hmm, batch.values, counts, parameters.restarts)
-                total = total + expected
+                total = total + expectation_of_logs(hmm, batch.values, counts, parameters.restarts)
             return -prior - total
 
         with pyro.validation_enabled(False):  # the E-step checks what comes out
@@ -284,8 +283,7 @@ class Maximization:
         """
         if scale != 1:
             counted = {name: count * scale for name, count in expected.counts.items()}
-            probs = expected.state_probs * scale
-            expected = ExpectedCounts(expected.log_evidence, probs, counted)
+            expected = ExpectedCounts(expected.log_evidence, expected.state_probs * scale, counted)
         sums: Sums = {"counts": {} if self.chain_closed else dict(expected.counts)}
         if self.chain is not None:
             sums["chain"] = self.chain.statistics(self._of_restarts(expected, hmm))
@@ -329,8 +327,7 @@ class Maximization:
         They are made once of a batch: to count steps makes a device wait.
         """
         if batch not in self._steps:
-            emission = hmm.emission
-            values = with_past(emission, batch.values).flatten(0, 1)
+            values = with_past(hmm.emission, batch.values).flatten(0, 1)
             if not (values.dtype.is_floating_point or self.symbols):
                 values = values.to(hmm.log_initial.dtype)
             seen, where = batch.observed.flatten(), None

@@ -37,7 +37,7 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.modified import WrappedCauchy
 from ..distributions.observation import is_categorical, log_prob_per_state
-from ..nn.base import PYRO, HMMModule, OwnParameters, is_placed
+from ..nn.base import PYRO, HMMModule, OwnParameters, placed
 from ..nn.covariances import residuals_within
 from ..nn.neural import NeuralHMM
 from ..nn.normals import CentredEmission, merged, moments_of
@@ -341,8 +341,7 @@ def _past(
         return observed.narrow(observed.dim() + at, 0, step)
     if sampled:
         return torch.stack(sampled, at)
-    shape = (*state.shape, 0, *hmm.emission.event_shape)
-    return torch.empty(shape, device=state.device)
+    return torch.empty((*state.shape, 0, *hmm.emission.event_shape), device=state.device)
 
 
 class EnumeratedModel(MarginalModel):
@@ -463,7 +462,7 @@ def exclusive(gradients: bool = True) -> Iterator[None]:
             yield
         finally:
             for name in {*store} - before:  # copies of modules have put them there
-                if is_placed(store._params[name]):
+                if store._params[name] in placed:
                     del store[name]
             stack[:], dims._stack[:] = handlers, plates
             vars(enumerated).clear()

@@ -202,6 +202,8 @@ class _Searching:
             need no other one.
     """
 
+    _climb: Any  # (start, counts, prior, allowed) -> the local maximum that one ascent reaches
+
     def __init__(self, num_starts: int) -> None:
         self.num_starts = num_starts
         self.searched: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -222,10 +224,6 @@ class _Searching:
             found = torch.stack([self._searched(count, prior, allowed) for count in counts])
             end = _higher(climb(found), end, counts, prior)
         return end
-
-    def _climb(self, start: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None) -> Tensor:
-        """Local maximum reached by one ascent from ``start``."""
-        raise NotImplementedError
 
     def _searched(self, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None) -> Tensor:
         """Best matrix after short ascents from many starts, as if rho = 1/2."""

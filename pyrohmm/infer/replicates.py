@@ -125,8 +125,7 @@ class Bootstrap:
 
     def _masked(self, name: str, limit: Tensor) -> Tensor:
         """NaN for the entries that are held at the boundary."""
-        held = self.information.std_errors()[name].isnan()
-        return limit.masked_fill(held, torch.nan)
+        return limit.masked_fill(self.information.std_errors()[name].isnan(), torch.nan)
 
     def of(self, function: Callable[[HMM], Tensor]) -> Tensor:
         """Evaluate a function of the HMM of each replicate, ``(B, ...)``."""
@@ -142,8 +141,7 @@ class Bootstrap:
         Tibshirani, 1993, chapter 14).
         """
         if of is not None:
-            centre = self.information.of(of)[0]
-            return {"of": _corrected(self.of(of), centre, level)}
+            return {"of": _corrected(self.of(of), self.information.of(of)[0], level)}
         centres = {part.name: part.estimate for part in self.information.coordinates}
         found = {}
         for name, value in self.parameters.items():

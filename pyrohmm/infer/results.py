@@ -49,6 +49,7 @@ WORDS = {  # by which fits are asked elsewhere
     "params": "parameters", "transmat_": "hmm(data).log_transition.exp()",
     "startprob_": "hmm(data).log_initial.exp()", "means_": "hmm(data).emission.mean",
 }  # fmt: skip
+COLUMNS = ("estimate", "std_error", "lower", "upper")  # of a table of parameters
 NONE = 1e-6  # limits this near to zero and one say nothing
 FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
 PARTS: Mapping[str, tuple[str, Callable[[Any], Tensor]]] = {  # of an attribute of the HMM
@@ -138,10 +139,8 @@ class Fit:
 
     def __repr__(self) -> str:
         last = f", {self.losses[-1].item():.2f} nats" if len(self.losses) else ""
-        module = getattr(self.model, "module", None)
-        of = name_of(self.model) if module is None else name_of(module)
         return (
-            f"Fit({self.method} of {of} to {self.num_observed:,} {self.unit}s; "
+            f"Fit({self.method} of {model_name(self.model)} to {self.num_observed:,} {self.unit}s; "
             f"{self.num_steps} steps{last}; {self.reason})"
         )
 
@@ -278,10 +277,8 @@ class Fit:
 
     def score(self, data: Sequences) -> float:
         r"""Log evidence of all sequences, :math:`\sum_n \log p(x_n)`, in nats."""
-        check_sequences("data", data)
-        parts = to_model_device(self.model, self.guide, data).buckets
-        scores = (self.hmm(part).log_prob(part.values).double().sum() for part in parts)
-        return float(sum(scores))
+        parts = self._placed(data).buckets
+        return float(sum(self.hmm(part).log_prob(part.values).double().sum() for part in parts))
 
     def forecast(self, data: Sequences, num_steps: int = 1) -> Forecast:
         """Predictive distributions of the next H observations of each sequence: see `HMM.forecast`.
@@ -293,15 +290,17 @@ class Fit:
         Returns:
             A distribution of batch shape ``(N, H)``, with ``mean``, ``interval(0.9)``, ``sample``.
         """
-        check_sequences("data", data)
-        data = to_model_device(self.model, self.guide, data)
+        data = self._placed(data)
         return self.hmm(data).forecast(data.values, num_steps)
+
+    def _placed(self, data: Sequences) -> Sequences:
+        """Data of a query, on the device of the model."""
+        check_sequences("data", data)
+        return to_model_device(self.model, self.guide, data)
 
     def _steps(self, data: Sequences, query: Callable[[HMM, Sequences], Tensor]) -> Tensor:
         """Answers of the fitted HMM for all steps, packed ``(M, *)``, in the order of the rows."""
-        check_sequences("data", data)
-        data = to_model_device(self.model, self.guide, data)
-        return data.map_steps(lambda part: query(self.hmm(part), part))
+        return self._placed(data).map_steps(lambda part: query(self.hmm(part), part))
 
     if not TYPE_CHECKING:  # which knows the attributes there are
 
@@ -488,14 +487,11 @@ class Fit:
         with self.at_rest():
             information = self.information(data)
             errors, limits = information.std_errors(), information.intervals(level)
-        found: dict[str, list[Any]] = {"parameter": []}
-        for part in information.coordinates:
-            name, low, high = part.name, *limits[part.name]
-            found["parameter"] += information.names.get(name, names_of(name, part.estimate))
-            columns = {"estimate": part.estimate, "std_error": errors[name], "lower": low}
-            for column, value in (columns | {"upper": high}).items():
-                found.setdefault(column, []).extend(value.flatten().tolist())
-        return found
+        parts = {
+            part.name: dict(zip(COLUMNS, (part.estimate, errors[part.name], *limits[part.name])))
+            for part in information.coordinates
+        }
+        return columns_of(parts, information.names)
 
     def bands(
         self,
@@ -570,7 +566,7 @@ class Restarts:
     marks: Tensor | None = None
 
     def __repr__(self) -> str:
-        losses, name = self.final, name_of(getattr(self.model, "module", self.model))
+        losses, name = self.final, model_name(self.model)
         return (
             f"Restarts({len(losses)} of {name}; losses {losses.min().item():,.4f} to "
             f"{losses.max().item():,.4f} nats, the least is that of {self.best})"
@@ -657,6 +653,19 @@ def predictions(
     return Bands(value, lower, upper)
 
 
+def columns_of(
+    parts: Mapping[str, Mapping[str, Tensor]], names: Mapping[str, list[str]] | None = None
+) -> dict[str, list[Any]]:
+    """Columns of a table of parameters: the values of each in their order, by column."""
+    columns: dict[str, list[Any]] = {"parameter": []}
+    for name, values in parts.items():
+        own = names_of(name, next(iter(values.values())))
+        columns["parameter"] += (names or {}).get(name, own)
+        for column, value in values.items():
+            columns.setdefault(column, []).extend(value.flatten().tolist())
+    return columns
+
+
 def lines(columns: Mapping[str, list]) -> list[str]:
     """Format the rows of a table as lines of text."""
     wide = max(len(name) for name in columns["parameter"])
@@ -713,6 +722,11 @@ def described(fit: Any) -> list[str]:
         )
     text += [f"note      {note}" for note in fit.notes]
     return text
+
+
+def model_name(model: Any) -> str:
+    """The name of a model, or of the module that it is of."""
+    return name_of(getattr(model, "module", None) or model)
 
 
 def name_of(part: Any) -> str:

@@ -41,7 +41,7 @@ from ..io.files import identity_of
 from .loop import FitLoop
 from .plates import Point
 from .process_group import ProcessGroup
-from .results import Fit, name_of, uses_labels
+from .results import Fit, model_name, uses_labels
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
 RARE = 0.05  # share of swaps, below which neighbouring temperatures are said to be far apart
@@ -227,19 +227,14 @@ class Ladder:
         self.swaps[0, pairs] += shares.mean(0)
         self.swaps[1, pairs] += 1
         self.done += 1
-        self._count_trips()
+        if self.done > self.warmup:  # trips between prior and posterior temperature
+            hot, cold = self.rungs == 0, self.rungs == self.size - 1
+            self.trips += (hot & (self.outward == 2)).sum(-1)
+            self.outward[hot] = 1
+            self.outward[cold & (self.outward == 1)] = 2
         if self.done in [int(self.warmup * part) for part in SPACED] + [self.warmup]:
             self._space()
         return (self.rungs != before).flatten(), works
-
-    def _count_trips(self) -> None:
-        """Count round trips between prior and posterior temperature."""
-        if self.done <= self.warmup:
-            return
-        hot, cold = self.rungs == 0, self.rungs == self.size - 1
-        self.trips += (hot & (self.outward == 2)).sum(-1)
-        self.outward[hot] = 1
-        self.outward[cold & (self.outward == 1)] = 2
 
     def _space(self) -> None:
         """Respace temperatures to equalise swap acceptance, but at the last time."""
@@ -298,9 +293,8 @@ class SampledFit(Fit):
 
     def __repr__(self) -> str:
         chains, samples = self.stats["lp"].shape
-        module = getattr(self.model, "module", self.model)
         return (
-            f"SampledFit({self.method} of {name_of(module)} to {self.num_observed:,} "
+            f"SampledFit({self.method} of {model_name(self.model)} to {self.num_observed:,} "
             f"{self.unit}s; {chains} chains of {samples} samples)"
         )
 
@@ -407,8 +401,7 @@ class Chains(FitLoop):
         """Store values ``(C, ...)`` as sample ``index``."""
         for name, value in values.items():
             if name not in self.kept:
-                shape = len(value), self.num_samples, *value.shape[1:]
-                self.kept[name] = value.new_empty(shape)
+                self.kept[name] = value.new_empty(len(value), self.num_samples, *value.shape[1:])
             self.kept[name][:, index] = value
         if not self.bar.disable and index > 8 and index % max(50, self.num_samples // 10) == 0:
             judged = [value[:, :index] for n, value in self.kept.items() if n not in NOTED]

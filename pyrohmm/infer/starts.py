@@ -293,8 +293,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, num_ranked: int) -> 
     best: Any = None
     for most, each in ROUNDS[isinstance(parameters.example, HSMM)]:
         count = min(max(most, parameters.restarts), num_ranked)
-        module = copy.deepcopy(parameters.module)
-        some = Parameters(module, data, count, parameters.log_prior)
+        some = Parameters(copy.deepcopy(parameters.module), data, count, parameters.log_prior)
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)
         best = _in_turn(some, step, count) if best is None else best
         some.set_values({name: value[:count] for name, value in best.items()})

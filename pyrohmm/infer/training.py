@@ -256,8 +256,7 @@ class Training(FitLoop):
             level = torch.stack(self.losses[-WINDOW:]).mean(0).min().item() / self.num_observed
             self.shown["nats_per_step"] = f"{level:.4f}"
             self.bar.set_postfix(self.shown)
-        tolerance = self.settings["tolerance"]
-        self.reason = why_converged(self.losses, tolerance, self.units) or ended
+        self.reason = why_converged(self.losses, self.settings["tolerance"], self.units) or ended
 
     def _descend(self, step: int) -> None:
         """Step along the gradient of the loss of a batch."""

@@ -365,8 +365,7 @@ class Information:
         def at(u: Tensor) -> Tensor:
             return function(self.at(u, data))
 
-        steps = STEP * self.matrix.diagonal().rsqrt()
-        slopes = differences(at, steps).movedim(0, -1)
+        slopes = differences(at, STEP * self.matrix.diagonal().rsqrt()).movedim(0, -1)
         slopes = slopes.masked_fill(self.covariance.diagonal() == 0, 0.0)
         if not bool((slopes != 0).any()):
             text = "of must depend on the fitted parameters; its derivative is zero"

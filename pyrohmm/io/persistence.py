@@ -185,8 +185,7 @@ def _arguments(family: type[HMM]) -> list[inspect.Parameter]:
     others = ("self", "emission", "validate_args", "num_steps", "data", *_OF_DATA)
     found = dict(inspect.signature(family.__init__).parameters)
     if "data" in found:  # those of every HMM
-        of_all = inspect.signature(HMM.__init__).parameters
-        found["emission_per_step"] = of_all["emission_per_step"]
+        found["emission_per_step"] = inspect.signature(HMM.__init__).parameters["emission_per_step"]
     return [argument for name, argument in found.items() if name not in others]
 
 
@@ -279,8 +278,7 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         else:
             inner = f"{path}.{ATTRIBUTES.get(name, name)}"
             parts.append(_describe_part(value, inner, tensors))
-    validation = vars(part).get("_validate_args")
-    node = {"class": family.__name__, "validate_args": validation}
+    node = {"class": family.__name__, "validate_args": vars(part).get("_validate_args")}
     return node | {"options": options, "parts": parts}
 
 

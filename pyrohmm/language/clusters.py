@@ -122,8 +122,7 @@ def brown(
     paths = brown_merges.tree(words, labels, num_clusters, terms)
     number = {path: n for n, path in enumerate(sorted(paths))}
     labels = np.array([number[path] for path in paths])[labels]
-    mass = np.bincount(labels, counts[order])
-    assignment = np.full(pairs.num_symbols, mass.argmin())
+    assignment = np.full(pairs.num_symbols, np.bincount(labels, counts[order]).argmin())
     assignment[order] = labels
     device = pairs.first.device
     return Clusters(

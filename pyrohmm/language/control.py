@@ -245,8 +245,7 @@ class ConstraintProcessor:
                 f"got {t}. Generate fewer, or pass a larger max_tokens here; call reset() before "
                 "other prompts."
             )
-        probs = self._probs[running.to(self._probs.device)]
-        joint, free = ahead.of_tokens(probs, states, t)
+        joint, free = ahead.of_tokens(self._probs[running.to(self._probs.device)], states, t)
         found = torch.where(joint.isneginf(), joint, (joint - free).clamp(max=0.0))
         impossible = found.isneginf().all(-1)
         if bool(impossible.any()):  # for the HMM: any token after which it may hold

@@ -154,7 +154,6 @@ def _log_probs(model: Any, texts: Sequences, start: int) -> Tensor:
     """Log-probability of each token by the language model, ``(N, T)``."""
     found = []
     for values in texts.values.split(SCORED):
-        before = pad(values[:, :-1], (1, 0), value=start)
-        logs = model(before).logits.float().log_softmax(-1)
+        logs = model(pad(values[:, :-1], (1, 0), value=start)).logits.float().log_softmax(-1)
         found.append(logs.gather(-1, values.unsqueeze(-1)).squeeze(-1))
     return torch.cat(found)

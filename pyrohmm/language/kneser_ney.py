@@ -93,8 +93,7 @@ class NGram:
         probs = np.full(len(text), 1 / self.num_symbols)
         for level, before, codes in self._walk(text):
             probs = level.share[codes] + level.rest[before] * probs
-        logs = np.log(probs[text < self.num_symbols])
-        sums = np.add.reduceat(logs, data.firsts.cpu().numpy())
+        sums = np.add.reduceat(np.log(probs[text < self.num_symbols]), data.firsts.cpu().numpy())
         return torch.from_numpy(sums).to(data.values.device)
 
     def perplexity(self, data: Sequences) -> Perplexity:

@@ -154,8 +154,7 @@ class LanguageModel:
         check_size("num_states", num_states, num_clusters)  # finding clusters takes minutes
         assignment = clusters.find_clusters(data, vocabulary, num_clusters)
         sizes = clusters.allocate(num_states, assignment)
-        blocks = state_blocks.from_clusters(assignment, sizes)
-        return cls(vocabulary, blocks, hidden_dim, **options)
+        return cls(vocabulary, state_blocks.from_clusters(assignment, sizes), hidden_dim, **options)
 
     def __repr__(self) -> str:
         low, high = int(self.blocks.sizes.min()), self.blocks.width

@@ -447,8 +447,7 @@ class Steering:
         found: list[Tensor] = []
         with torch.no_grad():
             for done in range(0, count, AT_ONCE):
-                size = min(AT_ONCE, count - done)
-                found += self._sample(first, state, place, size, generator)
+                found += self._sample(first, state, place, min(AT_ONCE, count - done), generator)
         lines = (" ".join(self.vocabulary.decode(codes)) for codes in found)
         return [f"{prompt} {line}".strip() for line in lines]
 

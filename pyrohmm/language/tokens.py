@@ -108,8 +108,7 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
     after = torch.where(places < 0, count * ended.unsqueeze(-1), nexts).flatten(0, 1)
     accepting = constraint.accepting[ended].flatten()
     each = {byte: byte for byte in range(256)}
-    of_bytes = constraint._alike(after, each, accepting, constraint.name)
-    return bytes_to_tokens(of_bytes, texts)
+    return bytes_to_tokens(constraint._alike(after, each, accepting, constraint.name), texts)
 
 
 def _places(

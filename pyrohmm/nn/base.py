@@ -21,12 +21,7 @@ from ..distributions.hmm import HMM
 # held by whoever uses Pyro's handler stack or parameter store, which all threads share
 PYRO = threading.RLock()
 # parameters that modules of this package have put into Pyro's store
-_placed: Any = WeakTensorKeyDictionary()
-
-
-def is_placed(parameter: Tensor) -> bool:
-    """Whether a module of this package has put a parameter into Pyro's store."""
-    return parameter in _placed
+placed: Any = WeakTensorKeyDictionary()
 
 
 class OwnParameters(PyroModule):
@@ -55,7 +50,7 @@ class OwnParameters(PyroModule):
             for name, parameter in list(store.named_parameters()):
                 if (name in names) == (id(parameter) in own):
                     continue
-                if parameter in _placed:
+                if parameter in placed:
                     del store[name]
                 elif id(parameter) in own:
                     others[id(parameter)] = name
@@ -67,7 +62,7 @@ class OwnParameters(PyroModule):
                         del store[name]
                         store._param_to_name[parameter] = others[id(parameter)]
                     elif name in names:
-                        _placed[parameter] = True
+                        placed[parameter] = True
                 context.used = False
 
 

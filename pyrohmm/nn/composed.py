@@ -222,15 +222,11 @@ class _Modified(NewtonComponents):
         part = from_distribution(inner.to_event(len(distribution.event_shape)))
         return cls.around(part, base) if isinstance(part, Components) else None
 
-    @classmethod
-    def around(cls, part: Any, base: Any) -> Emission:
-        """The module of the distribution ``base``, whose parameters are those of ``part``."""
-        raise NotImplementedError
+    around: Any  # (part, base) -> the module of ``base`` whose parameters are those of ``part``
 
     def spaces(self) -> dict[str, constraints.Constraint]:
         """Supports of all parameters."""
-        inner = self.part.spaces().items()
-        return {f"part.{name}": space for name, space in inner} | self.supports
+        return {f"part.{name}": space for name, space in self.part.spaces().items()} | self.supports
 
     def take_moments(self, moments: Tensor) -> float:
         """Rescale the default priors of the part; returns the loss offset."""
@@ -238,8 +234,7 @@ class _Modified(NewtonComponents):
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
         """Newton start: M-step of the part, as if it were not modified."""
-        found = self.part.statistics(values, weights, None)
-        return under("part.", self.part.m_step(found)[0])
+        return under("part.", self.part.m_step(self.part.statistics(values, weights, None))[0])
 
     def values_of(self, distribution: Any) -> Statistics:
         """The parameters of a distribution that the family emits, by name."""

@@ -5,7 +5,6 @@ The M-step is one weighted regression of vectors: on a constant, and on those be
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch import distributions as torch_dist
 from torch.distributions import constraints
 
-from .._checks import check_number
+from .._checks import check_positive_number
 from .._sync import exceeds
 from ..distributions.autoregressive import AutoregressiveNormal
 from ..distributions.hard_zeros import is_tied
@@ -142,8 +141,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         batch = () if self.tied else (len(self.prior_loc),)
         if self.flat:
             return FlatCovariance(self.scale.diagonal(), self.upper).expand(batch)
-        scale = self.scale.expand(*batch, self.dim, self.dim)
-        return InverseWishart(self.degrees, scale)
+        return InverseWishart(self.degrees, self.scale.expand(*batch, self.dim, self.dim))
 
     def loc_prior(self) -> TorchDistribution:
         """Normal prior of the means, given the covariances if conjugate."""
@@ -419,10 +417,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
     ) -> None:
         weight = 0.01 if weight is None and ridge is not None else weight
         ridge = 0.01 if ridge is None else ridge
-        check_number("ridge", ridge)
-        if not 0 < ridge < math.inf:
-            text = f"ridge must be positive and finite; got {ridge}"
-            raise ValueError(f"{text}. 0.01 is the default.")
+        check_positive_number("ridge", ridge, "0.01 is the default.")
         super().__init__(num_states, dim, loc, weight, degrees, scale)
         self.lags, self.ridge = lags, ridge
         self.initial = CovarianceEmission(num_states, dim, loc, weight, degrees, scale)

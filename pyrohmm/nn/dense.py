@@ -11,7 +11,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -22,7 +21,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .._checks import check_size
+from .._checks import check_positive_number, check_size
 from .._choices import first_values
 from .._precision import at_least_single, full_precision
 from ..distributions.hmm import HMM
@@ -68,8 +67,7 @@ def rbf(width: float = 1.0) -> Kernel:
         >>> rbf(2.0)(torch.zeros(1, 2), torch.ones(1, 2))
         tensor([[-0.2500]])
     """
-    if not 0 < width < math.inf:
-        raise ValueError(f"width must be positive and finite; got {width}.")
+    check_positive_number("width", width)
     return partial(_rbf, width=width)
 
 
@@ -178,10 +176,8 @@ class DenseHMM(HMMModule):
         if (num_symbols is None) == (emission is None):
             got = "neither" if emission is None else "both"
             raise ValueError(f"one of num_symbols and emission must be given; got {got}.")
-        if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(
-                f"scale must be positive and finite; got {scale}. For flat priors, say flat=True."
-            )
+        if scale is not None:
+            check_positive_number("scale", scale, "For flat priors, say flat=True.")
         self.num_states, self.num_symbols = num_states, num_symbols
         self.kernel, self.symbol_kernel = kernel, symbol_kernel or kernel
         self.tied, self.stationary, self.flat = tied, stationary, flat

@@ -21,9 +21,7 @@ from .family import Components, Emission, Number, family, positive
 class _Rows(Emission):
     """Base of families of rows of probabilities, whose statistics are counts by their names."""
 
-    def concentrations(self) -> dict[str, Tensor]:
-        """Dirichlet concentrations of the rows, by name."""
-        raise NotImplementedError
+    concentrations: Any  # () -> Dirichlet concentrations of the rows, by name
 
     def prior(self, name: str) -> Any:
         """Dirichlet prior of the rows."""

@@ -96,13 +96,7 @@ class Durations(Family):
             self.register_buffer(name, positive(name, value, (num_states,)))
         self.add_parameters(**dict.fromkeys(self.supports, (num_states,)))
 
-    def forward(self) -> Tensor:
-        """Log-probabilities of durations, ``(*B, D)``, for parameters ``(*B)``."""
-        raise NotImplementedError
-
-    def starts(self, counts: Tensor) -> dict[str, Tensor]:
-        """Newton starts ``(S, R, K)`` by parameter; the best of the S ends is taken."""
-        raise NotImplementedError
+    starts: Any  # (counts) -> Newton starts (S, R, K) by name; the best of the S ends is taken
 
     def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
         """Expected counts of durations, and left-censored ones, if a parameter is free."""

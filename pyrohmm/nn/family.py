@@ -6,7 +6,6 @@ In shapes, M is the number of observations and R that of batched restarts.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Concatenate, ParamSpec
@@ -16,7 +15,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._checks import check_number, check_size, unknown_argument
+from .._checks import check_positive_number, check_size, unknown_argument
 from .._sync import exceeds
 from ..ops.products import weighted_sums
 from .closed_form import Family, Statistics
@@ -249,8 +248,7 @@ def component_sums(
 
     sizes = [1 if complete else dim, *[dim] * len(names)]
     known, *sums = weighted_sums(weights, values, columns, sum(sizes)).split(sizes, -1)
-    wide = known.expand(*known.shape[:-1], dim)
-    return {"known": wide, **dict(zip(names, sums))}
+    return {"known": known.expand(*known.shape[:-1], dim), **dict(zip(names, sums))}
 
 
 def filled(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
@@ -279,9 +277,4 @@ def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
 def check_strengths(weight: float, concentration: float) -> None:
     """Raise unless ``weight`` and ``concentration`` are positive and finite."""
     for name, value in (("weight", weight), ("concentration", concentration)):
-        check_number(name, value)
-        if not 0 < value < math.inf:
-            raise ValueError(
-                f"{name} must be positive and finite; got {value}. A small one, such as 0.01, is a "
-                "weak prior."
-            )
+        check_positive_number(name, value, "A small one, such as 0.01, is a weak prior.")

@@ -10,7 +10,6 @@ References:
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import dataclass
 from numbers import Real
@@ -21,7 +20,7 @@ from pyro.distributions import Categorical
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._checks import check_size
+from .._checks import check_positive_number, check_size
 from .._choices import first_values
 from .._precision import at_least_single, full_precision
 from ..chains.blocks import CarriedState
@@ -175,6 +174,7 @@ class _Large(HMMModule):
     """Base of HMM modules with blocks of states and state dropout, which keep the last HMM."""
 
     may_differ = ("num_drawn",)  # from that of a checkpoint, which restores it
+    _build: Any  # (kept states or None, blocks or None, lengths, observed) -> the HMM
 
     def __init__(
         self,
@@ -257,11 +257,6 @@ class _Large(HMMModule):
         count = cached(self.num_drawn, lambda: int(self.num_drawn))
         self.num_drawn += 1
         return cached(self.num_drawn, lambda: count + 1) - 1
-
-    def _build(
-        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
-    ) -> HMM:
-        raise NotImplementedError
 
 
 def _check_particles(module: PyroModule) -> None:
@@ -356,18 +351,13 @@ class NeuralHMM(_Large):
     ) -> None:
         super().__init__(num_states, num_symbols, blocks, dropout)
         check_size("hidden_dim", hidden_dim)
-        if two_level and blocks is None:
-            text = "two_level=True needs blocks of states, blocks=; got None"
-            raise ValueError(f"{text}. Make them by blocks.from_clusters.")
-        if factored and blocks is None:
-            raise ValueError(
-                "factored=True needs blocks of states, blocks=; got None. Make them by "
-                "blocks.from_clusters."
+        if blocks is None and (two_level or factored):
+            text = (
+                f"{'two_level' if two_level else 'factored'}=True needs blocks of states, blocks="
             )
-        if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(
-                f"scale must be positive and finite; got {scale}. Leave it out for the default."
-            )
+            raise ValueError(f"{text}; got None. Make them by blocks.from_clusters.")
+        if scale is not None:
+            check_positive_number("scale", scale, "Leave it out for the default.")
         for use in USES:
             if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)

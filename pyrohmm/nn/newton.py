@@ -73,9 +73,7 @@ class NewtonComponents(Components):
         found = {argument: getattr(self, f"{name}_{argument}") for argument in arguments}
         return kind(**found, validate_args=False).expand(self.shape)
 
-    def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
-        """Method of moments: parameters, by name, with about this positive mean and variance."""
-        raise NotImplementedError
+    moments: Any  # (mean, variance) -> parameters, by name, with about these
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
         """Parameters ``(R, K, [D])`` at which Newton's method starts.
@@ -146,8 +144,7 @@ class NewtonComponents(Components):
             total = torch.where(weights > 0, logs * weights, 0.0).sum(1, keepdim=True)
             for name, (owner, last) in owners.items():
                 if owner.has_prior(last):
-                    own = module._owner(name)[0]
-                    total = total + own.prior(last).log_prob(found[name])
+                    total = total + module._owner(name)[0].prior(last).log_prob(found[name])
             return total.flatten()
 
         free = torch.tensor([owner.is_free(name) for owner, name in owners.values()])

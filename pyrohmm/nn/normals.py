@@ -59,6 +59,8 @@ class CentredEmission(Emission):
     prior_loc: Tensor
     upper: Tensor
     dim: int
+    # (variances of all data, within states) -> set scales of priors; log-units
+    _set_spread: Any
 
     @property
     def centre(self) -> Tensor:
@@ -112,10 +114,6 @@ class CentredEmission(Emission):
         self.prior_loc = like(self.prior_loc, mean.nan_to_num(0.0))
         numbers = known + self.prior_loc.numel() // max(self.dim, 1)
         return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance, *within)
-
-    def _set_spread(self, variance: Tensor, within: Tensor) -> float:
-        """Set prior scales from variances of all data and within states; returns log-units."""
-        raise NotImplementedError
 
     def complete(self, state: dict[str, Any], prefix: str) -> None:
         """Add the buffer that a ``state_dict`` from before priors could be flat lacks."""
@@ -428,8 +426,7 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
-        weights = self.weights
-        return MixtureSameFamily(Categorical(logits=log(weights)), super().forward())
+        return MixtureSameFamily(Categorical(logits=log(self.weights)), super().forward())
 
     def augments(self, values: Tensor) -> bool:
         """True: the mixture component of each observation is a latent variable."""

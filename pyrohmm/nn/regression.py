@@ -139,8 +139,7 @@ class Linear(Family):
         Values with which the module was made are coordinates, of predictors about ``level`` if a
         column is constant.
         """
-        point = getattr(self, "coefficients_unconstrained", None)
-        if point is None:
+        if getattr(self, "coefficients_unconstrained", None) is None:
             return
         with torch.no_grad():
             value: Tensor = self.coefficients.clone()

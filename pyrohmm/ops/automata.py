@@ -255,8 +255,7 @@ def must_contain(*phrases: Phrase) -> Automaton:
         Automaton(must_contain('a rose', 'is') & (must_contain('red') | must_contain('white')); \
 12 states)
     """
-    parts = _phrases(phrases)
-    each = (template(..., *words, ...) for words in parts)
+    each = (template(..., *words, ...) for words in _phrases(phrases))
     return reduce(Automaton.__and__, each)._named(_called("must_contain", phrases))
 
 

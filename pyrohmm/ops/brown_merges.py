@@ -69,8 +69,7 @@ class Words:
     def table(self, labels: np.ndarray, size: int) -> np.ndarray:
         """Bigram counts of clusters, ``(size, size)``."""
         keys = labels[self.first] * size + labels[self.second]
-        counts = np.bincount(keys, self.pairs, size * size)
-        return counts.reshape(size, size).astype(np.int64)
+        return np.bincount(keys, self.pairs, size * size).reshape(size, size).astype(np.int64)
 
 
 class Tables(NamedTuple):

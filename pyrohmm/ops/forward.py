@@ -309,8 +309,7 @@ def forward_messages(chain: SortedChain, probs: Tensor, algebra: Algebra) -> lis
 def _summed(chain: SortedChain) -> tuple[Algebra, Tensor, list[Tensor]]:
     """Sum-product forward pass: semiring, transition factors, messages."""
     if transforming():
-        messages = forward_messages(chain, chain.logs, PairSumProduct)
-        return PairSumProduct, chain.logs, messages
+        return PairSumProduct, chain.logs, forward_messages(chain, chain.logs, PairSumProduct)
     algebra, probs = SumProduct(chain.logs, len(chain.initial)), _possible(chain.logs)
     return algebra, probs, algebra.twice(partial(forward_messages, chain, probs))
 
@@ -337,8 +336,7 @@ def _ends(chain: SortedChain, messages: list[Tensor]) -> list[tuple[Any, Tensor,
 
 def _evidence(chain: SortedChain, messages: list[Tensor]) -> Tensor:
     """Log evidence ``(N,)`` from forward messages."""
-    ends = [_end(*parts).flatten(1) for parts in _ends(chain, messages)]
-    return logsumexp(torch.cat(ends), -1)
+    return logsumexp(torch.cat([_end(*parts).flatten(1) for parts in _ends(chain, messages)]), -1)
 
 
 def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:

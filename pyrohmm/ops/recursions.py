@@ -279,8 +279,7 @@ def _solved(
     arguments: Arguments, differentiable: bool = True
 ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
     """Log evidence ``(*B)``, and its gradient by weights ``(*B)``."""
-    chain = grouped(arguments)
-    evidence, gradient = solve(chain, arguments.dtype, differentiable)
+    evidence, gradient = solve(grouped(arguments), arguments.dtype, differentiable)
 
     def by_arguments(weights: Tensor) -> list[Tensor]:
         found = gradient(weights.reshape(evidence.shape))
@@ -382,8 +381,7 @@ def _merged(
     shared = rows // size if len(chain.lengths) > 1 else rows[:1] * 0
 
     def put(part: Tensor, new: Tensor) -> Tensor:
-        whole = part.flatten(0, 1).index_put((rows,), new.flatten(0, 1))
-        return whole.reshape(part.shape)
+        return part.flatten(0, 1).index_put((rows,), new.flatten(0, 1)).reshape(part.shape)
 
     return (
         put(initial, more[0]),

@@ -357,8 +357,7 @@ class HMMEstimator(SequenceEstimator):
                 raise TypeError(f"{text}. Give partial(TabularHMM, emission=normal()).")
             emission = build_once(module, Sequences(torch.zeros(1, 1), ONE)).emission
             self._shape, self._symbols = emission.event_shape, is_categorical(emission)
-            data = Sequences.from_concatenated(self._values(table), sizes)
-            self.fit_ = method(module, data)
+            self.fit_ = method(module, Sequences.from_concatenated(self._values(table), sizes))
         self.monitor_ = ConvergenceMonitor(self.tol or 0.0, self.n_iter)
         self.monitor_.take(self.fit_)
         self.monitor_.converged = self.fit_.converged

@@ -259,8 +259,7 @@ class BlockMessages:
         if exceeds(mass.amin(), bound):
             return []
         wrong = (~(mass > bound)).squeeze(-1)
-        count = self.evidence.new_zeros(sizes[0]).index_add_(0, self.owner, wrong.double())
-        unsure = count > 0
+        unsure = self.evidence.new_zeros(sizes[0]).index_add_(0, self.owner, wrong.double()) > 0
         rows = unsure.index_select(0, self.owner).unsqueeze(-1)
         self.evidence.masked_fill_(unsure, 0.0)
         for part in (self.alpha, self.beta, self.sent[:-1]):

@@ -102,8 +102,7 @@ class Transitions:
         assert shares is not None
         by_pair = self.blocks.by_block(shares).mT.flatten(0, 1)
         keys = cached_on(by_pair.device, keys)
-        found = take_rows(by_pair, keys.clamp(min=0))
-        return found.masked_fill((keys < 0).unsqueeze(-1), 0.0)
+        return take_rows(by_pair, keys.clamp(min=0)).masked_fill((keys < 0).unsqueeze(-1), 0.0)
 
     def of_keys(self, pairs: BlockPairs) -> Tensor:
         """Log-probabilities ``(*, w, w)`` of transitions, for each key of ``pairs``.
@@ -219,8 +218,7 @@ class Transitions:
                 return probs.to(dtype) @ cached(leave, self._probs, *self.scores[1:])
             found = probs.new_zeros(len(probs), size, dtype=dtype)
             for part in states.split(max(1, CHUNK // size)):
-                rows = self._part(part, self.all)(*self.scores).exp()
-                found += probs[:, part].to(dtype) @ rows
+                found += probs[:, part].to(dtype) @ self._part(part, self.all)(*self.scores).exp()
         return found
 
     def _probs(self) -> Tensor:

@@ -132,8 +132,7 @@ def _messages(
     """Scaled messages, in one kernel, by parallel chunks of few long sequences, or step by step."""
     steps, groups, size, num_states = weight.shape
     if weight.numel() > 0 and pick(weight.device, num_states <= WIDEST) is TRITON:
-        loops = compiled("dense._triton")
-        return loops.messages(log_initial, log_transition, weight, last, back)
+        return compiled("dense._triton").messages(log_initial, log_transition, weight, last, back)
     most = CHUNKS[1] if weight.device.type == "cpu" else CHUNKED_ON_DEVICE
     narrow = steps >= CHUNKS[0] and groups * size * num_states**2 <= most
     if narrow and last is None and len(log_transition) == 1:
