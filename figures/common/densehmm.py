@@ -223,17 +223,22 @@ def fit_dense(
     return fit_em(module, data, **options | {"num_iterations": iterations})
 
 
+def counted(data: Sequences, size: int) -> torch.Tensor:
+    """Joint relative frequencies of neighbouring symbols, ``(V, V)``."""
+    return cooccurrence.count_pairs(data, size).dense()
+
+
 def fit_direct(job: Job, halves: list[Halves], size: int, steps: int) -> list[HMM]:
     """Stationary DenseHMMs fitted to distributions of pairs, all runs as one batch."""
     n, dim = job.num_states, job.dim or 1
     if job.protocol == CODE:
         targets = [
-            cooccurrence.counted(part.train, size) if part.pair_probs is None else part.pair_probs
+            counted(part.train, size) if part.pair_probs is None else part.pair_probs
             for part in halves
         ]
         values = descend_as_in_code(torch.stack(targets), n, dim, steps)
     else:
-        targets = [cooccurrence.counted(part.train, size) for part in halves]
+        targets = [counted(part.train, size) for part in halves]
         fit = fit_cooccurrence(
             densehmm(job.protocol, n, size, dim),
             torch.stack(targets).unsqueeze(1),  # (R, 1, V, V), one for each restart
@@ -309,9 +314,9 @@ def measures(hmm: HMM, halves: Halves, size: int) -> dict[str, float]:
     }
     pair_probs = {
         "mad": pair_distribution(hmm, test),
-        "mad_sampled": cooccurrence.counted(sample, size),
+        "mad_sampled": counted(sample, size),
     }
-    counts = cooccurrence.counted(test, size)
+    counts = counted(test, size)
     for name, probs in pair_probs.items():
         results[name] = mean_absolute_deviation(probs, counts)
         if true_probs is not None:

@@ -226,8 +226,8 @@ class Batches:
                 f"{most} minibatches. Divide them evenly, or make minibatches larger."
             )
         while len(batches) < most:  # the largest are halved
-            order = sorted(range(len(batches)), key=lambda n: len(batches[n]), reverse=True)
-            halved = {n for n in order[: most - len(batches)] if len(batches[n]) > 1}
+            largest = sorted(range(len(batches)), key=lambda n: len(batches[n]), reverse=True)
+            halved = {n for n in largest[: most - len(batches)] if len(batches[n]) > 1}
             pieces = [b.tensor_split(1 + (n in halved)) for n, b in enumerate(batches)]
             batches = [piece for each in pieces for piece in each]
         return batches

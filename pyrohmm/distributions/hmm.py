@@ -420,13 +420,13 @@ class HMM(ChainDistribution):
         """
         check_size("num_steps", num_steps)
         self.check_constant("forecast", markov=False)
-        emission = self.emission
-        if not isinstance(emission, Autoregressive):
-            states = self.state_probs_ahead(values, num_steps)[..., 1:, :]
-            return Forecast(states, beside(states, self).emission)
-        self.check_markov("forecast of observations that depend on those before")
+        autoregressive = isinstance(self.emission, Autoregressive)
+        if autoregressive:
+            self.check_markov("forecast of observations that depend on those before")
         states = self.state_probs_ahead(values, num_steps)[..., 1:, :]
-        hmm = beside(states, self)
+        hmm: Any = beside(states, self)
+        if not autoregressive:
+            return Forecast(states, hmm.emission)
         emission = hmm.emission.after(*self.prepare_values(values), self.lengths)
         return AutoregressiveForecast(states, emission, hmm.log_transition)
 

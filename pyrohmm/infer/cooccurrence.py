@@ -107,19 +107,6 @@ def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
             yield (first * num_symbols + second).cpu().numpy()
 
 
-def counted(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Tensor:
-    """Joint relative frequencies of symbols ``lag`` steps apart, ``(V, V)``.
-
-    :func:`count_pairs` as a dense matrix.
-
-    Example:
-        >>> counted(Sequences.from_list([[0, 1, 1], [1, 0]]), 2)
-        tensor([[0.0000, 0.3333],
-                [0.3333, 0.3333]])
-    """
-    return count_pairs(data, num_symbols, lag).dense()
-
-
 class CooccurrenceModel(OwnParameters):
     r"""Pyro model of pairs of symbols d steps apart: minus a loss on their counts is a factor.
 

@@ -34,7 +34,7 @@ from ..nn.family import Emission
 from ..ops import recursions
 from .maximization import joined
 from .mcmc import Hamiltonian, Tuning
-from .models import MarginalModel, exclusive
+from .models import MarginalModel, check_module, exclusive
 from .parameters import Parameters, Values
 from .results import Fit
 from .sampled import Chains, SampledFit
@@ -97,9 +97,7 @@ def fit_gibbs(
         torch.Size([16, 50, 2, 2])
     """
     arguments = dict(locals())
-    if not isinstance(module, HMMModule):
-        text = f"module must be an HMMModule; got {type(module).__name__}"
-        raise TypeError(f"{text}. Give one such as TabularHMM(K, normal()).")
+    check_module(module)
     check_sequences("data", data)
     check_size("num_chains", num_chains)
     check_size("num_temperatures", num_temperatures)

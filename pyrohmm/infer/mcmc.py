@@ -421,9 +421,8 @@ class HMC(Chains):
         """Log-likelihood and log-prior of each chain, ``(C R,)``."""
         total: Any = 0.0
         for data, weight in self.pieces:
-            with LogJoint(values, self.copies) as joint:
-                with pyro.plate("chains", self.copies, dim=-2):
-                    self.model(data)
+            with LogJoint(values, self.copies) as joint, pyro.plate("chains", self.copies, dim=-2):
+                self.model(data)
             total = total + weight * joint.likelihood
         return total, joint.prior
 

@@ -101,9 +101,9 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         (tensor([2000., 2000.]), tensor([5000000., 5000000.]))
     """
     emission, first = module.emission_module(), next(iter(parts_of(data)))
-    if hasattr(module, "set_times") and (gaps := first.gaps) is not None:
-        if bool((gaps > 0).any()):
-            module.set_times(float(gaps[gaps > 0].median()))
+    gaps = first.gaps if hasattr(module, "set_times") else None
+    if gaps is not None and bool((gaps > 0).any()):
+        module.set_times(float(gaps[gaps > 0].median()))
     if emission is None or not hasattr(emission, "take_moments"):
         return 0.0
     with torch.no_grad():
@@ -157,6 +157,13 @@ def unweighted(module: Any) -> dict[str, Linear]:
     }
 
 
+def check_module(module: object, kind: type = HMMModule) -> None:
+    """Raise unless ``module`` is an HMMModule, or of another ``kind``, and say which there are."""
+    if not isinstance(module, kind):
+        text = f"module must be an HMMModule; got {type(module).__name__}"
+        raise TypeError(f"{text}. Give one such as TabularHMM(K, normal()).")
+
+
 def check_returns_hmm(hmm: Any) -> HMM:
     """Raise unless the value that a model returned is an HMM; return it."""
     if not isinstance(hmm, HMM):
@@ -197,9 +204,7 @@ class MarginalModel(OwnParameters):
 
     def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            text = f"module must be an HMMModule; got {type(module).__name__}"
-            raise TypeError(f"{text}. Give one such as TabularHMM(K, normal()).")
+        check_module(module, torch.nn.Module)
         self.module = module
         self.log_prior = log_prior
 

@@ -23,7 +23,7 @@ from pyrohmm import (
     fit_map,
 )
 from pyrohmm.infer import cooccurrence as pair_counts
-from pyrohmm.infer.cooccurrence import count_pairs, counted
+from pyrohmm.infer.cooccurrence import count_pairs
 from pyrohmm.ops import pairs as pair_losses
 from pyrohmm.ops.markov import joint_probs, predicted, stationary, stationary_detached
 from pyrohmm.ops.pairs import Pairs, cross_entropy, relative_distance, squared_distance
@@ -102,7 +102,6 @@ def test_counts_are_those_of_a_loop(lag):
     keys = 4 * pairs.first + pairs.second
     assert (keys.diff() > 0).all()
     torch.testing.assert_close(pairs.dense(), expected / expected.sum())
-    torch.testing.assert_close(counted(data, 4, lag), pairs.dense())
 
 
 @pytest.mark.parametrize(("chunk", "size"), [(1, 3), (5, 1), (1 << 20, 3)])
