@@ -175,10 +175,7 @@ class PosteriorDraws:
 
     def draws_to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and metadata that :func:`pyrohmm.save` writes."""
-        marks = {} if self.marks is None else {"": self.marks}
-        parts = {"parameters": self.parameters, "stats": self.stats, "marks": marks}
-        tensors = {f"{part}.{n}": x for part, all_of in parts.items() for n, x in all_of.items()}
-        return tensors, {"kind": "draws", "dims": {n: list(d) for n, d in self.dims.items()}}
+        return _saved(self)
 
     @classmethod
     def of(
@@ -516,6 +513,13 @@ def _of_new(
                 best = torch.maximum(best, score)
             rows.append(found)
     return {name: torch.stack([row[name] for row in rows]) for name in plates}
+
+
+def _saved(draws: PosteriorDraws) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    marks = {} if draws.marks is None else {"": draws.marks}
+    parts = {"parameters": draws.parameters, "stats": draws.stats, "marks": marks}
+    tensors = {f"{part}.{n}": x for part, all_of in parts.items() for n, x in all_of.items()}
+    return tensors, {"kind": "draws", "dims": {n: list(d) for n, d in draws.dims.items()}}
 
 
 def load_draws(directory: FilePath, model: Model) -> PosteriorDraws:

@@ -25,11 +25,11 @@ from .._checks import check_size
 from .._imports import __version__, imported
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..infer.coordinates import names_of
+from ..infer.coordinates import columns_of, names_of
 from ..infer.laplace import LaplaceFit
 from ..infer.models import MarginalModel, exclusive
 from ..infer.objective import latent_sites
-from ..infer.results import Fit, columns_of, model_name
+from ..infer.results import Fit, model_name
 from ..infer.sampled import SampledFit
 from ..nn.base import HMMModule
 from . import metrics, plots

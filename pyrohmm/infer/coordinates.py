@@ -185,3 +185,16 @@ def names_of(name: str, value: Tensor) -> list[str]:
     """Names of the entries of a parameter, row by row."""
     places = torch.ones(value.shape).nonzero().tolist() if value.dim() else [[]]
     return [f"{name}{place or ''}" for place in places]
+
+
+def columns_of(
+    parts: Mapping[str, Mapping[str, Tensor]], names: Mapping[str, list[str]] | None = None
+) -> dict[str, list[Any]]:
+    """Columns of a table of parameters: the values of each in their order, by column."""
+    columns: dict[str, list[Any]] = {"parameter": []}
+    for name, values in parts.items():
+        own = names_of(name, next(iter(values.values())))
+        columns["parameter"] += (names or {}).get(name, own)
+        for column, value in values.items():
+            columns.setdefault(column, []).extend(value.flatten().tolist())
+    return columns

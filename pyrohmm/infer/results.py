@@ -27,7 +27,7 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
 from ..ops.backends import advise_numba
-from .coordinates import IDENTITY, LOG, LOGIT, names_of
+from .coordinates import IDENTITY, LOG, LOGIT, columns_of
 from .descent import Validation
 from .models import to_model_device
 from .objective import site_losses
@@ -651,19 +651,6 @@ def predictions(
         torch.where(held, value, scale.inv(end)) for end in (point - width, point + width)
     )
     return Bands(value, lower, upper)
-
-
-def columns_of(
-    parts: Mapping[str, Mapping[str, Tensor]], names: Mapping[str, list[str]] | None = None
-) -> dict[str, list[Any]]:
-    """Columns of a table of parameters: the values of each in their order, by column."""
-    columns: dict[str, list[Any]] = {"parameter": []}
-    for name, values in parts.items():
-        own = names_of(name, next(iter(values.values())))
-        columns["parameter"] += (names or {}).get(name, own)
-        for column, value in values.items():
-            columns.setdefault(column, []).extend(value.flatten().tolist())
-    return columns
 
 
 def lines(columns: Mapping[str, list]) -> list[str]:

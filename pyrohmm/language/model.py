@@ -388,18 +388,7 @@ class LanguageModel:
     def save(self, directory: FilePath) -> None:
         """Save vocabulary, blocks and parameters to a directory, as :func:`pyrohmm.save` does."""
         check_directory(directory)
-        tensors = {f"module.{name}": tensor for name, tensor in self.module.state_dict().items()}
-        tensors |= {"symbol_block": self.blocks.symbol_block, "block_sizes": self.blocks.sizes}
-        unknown = self.vocabulary.unknown
-        meta = {
-            "kind": "language model",
-            "words": list(self.vocabulary),
-            "unknown": CLASSES if unknown is word_classes else unknown,
-            **self._options,
-            "dropout": _as_saved(self._options["dropout"]),
-            "dropout_of_fit": _as_saved(self.module.dropout),
-        }
-        write_directory(directory, tensors, meta)
+        write_directory(directory, *_saved(self))
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
@@ -464,6 +453,21 @@ def _surprisal_of_text(module: NeuralHMM, tokens: Tensor) -> Tensor:
         found.append(-predictive_log_prob(window, values.unsqueeze(0))[0].cpu())
         log_first = next_states(window, values)
     return torch.cat(found)
+
+
+def _saved(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {f"module.{name}": tensor for name, tensor in model.module.state_dict().items()}
+    tensors |= {"symbol_block": model.blocks.symbol_block, "block_sizes": model.blocks.sizes}
+    unknown = model.vocabulary.unknown
+    meta = {
+        "kind": "language model",
+        "words": list(model.vocabulary),
+        "unknown": CLASSES if unknown is word_classes else unknown,
+        **model._options,
+        "dropout": _as_saved(model._options["dropout"]),
+        "dropout_of_fit": _as_saved(model.module.dropout),
+    }
+    return tensors, meta
 
 
 def _model_of(tensors: dict[str, Tensor], meta: dict[str, Any]) -> LanguageModel:
