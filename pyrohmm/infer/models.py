@@ -37,7 +37,7 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.modified import WrappedCauchy
 from ..distributions.observation import is_categorical, log_prob_per_state
-from ..nn.base import PYRO, HMMModule, OwnParameters, placed
+from ..nn.base import PYRO, HMMModule, OwnParameters, forgotten
 from ..nn.covariances import residuals_within
 from ..nn.neural import NeuralHMM
 from ..nn.normals import CentredEmission, merged, moments_of
@@ -467,8 +467,7 @@ def exclusive(gradients: bool = True) -> Iterator[None]:
             yield
         finally:
             for name in {*store} - before:  # copies of modules have put them there
-                if store._params[name] in placed:
-                    del store[name]
+                forgotten(store, name)
             stack[:], dims._stack[:] = handlers, plates
             vars(enumerated).clear()
             vars(enumerated).update(numbers)

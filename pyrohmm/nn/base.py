@@ -21,7 +21,17 @@ from ..distributions.hmm import HMM
 # held by whoever uses Pyro's handler stack or parameter store, which all threads share
 PYRO = threading.RLock()
 # parameters that modules of this package have put into Pyro's store
-placed: Any = WeakTensorKeyDictionary()
+_placed: Any = WeakTensorKeyDictionary()
+
+
+def forgotten(store: Any, name: str) -> bool:
+    """Take a parameter out of Pyro's store, if a module of this package has put it there."""
+    parameter = store._params[name]
+    if parameter not in _placed:
+        return False
+    store._param_to_name[parameter] = name  # of several names the store knows the last
+    del store[name]
+    return True
 
 
 class OwnParameters(PyroModule):
@@ -50,9 +60,7 @@ class OwnParameters(PyroModule):
             for name, parameter in list(store.named_parameters()):
                 if (name in names) == (id(parameter) in own):
                     continue
-                if parameter in placed:
-                    del store[name]
-                elif id(parameter) in own:
+                if not forgotten(store, name) and id(parameter) in own:
                     others[id(parameter)] = name
             try:
                 return super().__call__(*args, **kwargs)
@@ -62,7 +70,7 @@ class OwnParameters(PyroModule):
                         del store[name]
                         store._param_to_name[parameter] = others[id(parameter)]
                     elif name in names:
-                        placed[parameter] = True
+                        _placed[parameter] = True
                 context.used = False
 
 

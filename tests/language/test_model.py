@@ -78,6 +78,16 @@ def model_of(lines, **options):
     return LanguageModel.from_data(vocabulary, data, 12, 4, 8, **options), data
 
 
+def test_a_loaded_model_takes_turns_with_the_fitted_one(tmp_path):
+    """States share their vectors, which have several names in Pyro's store."""
+    model, data = model_of(text(40))
+    model.score(data)
+    model.fit(data, num_epochs=1, progress=False)
+    model.save(tmp_path / "model")
+    loaded = LanguageModel.load(tmp_path / "model")
+    assert torch.equal(model.score(data), loaded.score(data))
+
+
 def test_a_vocabulary_with_classes_of_rare_words_is_saved(tmp_path):
     words = " ".join(text(60)).split() + ["walking", "talking", "Oslo", "rises"] * 6
     vocabulary = Vocabulary.from_counts([*words, *["<eos>"] * 99], 7, unknown=word_classes)
