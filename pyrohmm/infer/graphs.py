@@ -69,21 +69,21 @@ class CudaGraphs:
 GRAPHS: dict[str, Callable[[], Any]] = {"cuda": CudaGraphs}  # by type of device
 
 
-def is_known(device: torch.device, *things: Any) -> bool:
-    """Whether ``device`` has graphs, and the code of modules and functions is of these packages."""
+def is_known(*things: Any) -> bool:
+    """Whether the code of modules and functions is of these packages."""
     modules = [thing.modules() if isinstance(thing, nn.Module) else [thing] for thing in things]
     parts = [part for part in chain(*modules) if part is not None]
     known = all(type(part).__module__.startswith(OWN) for part in parts)
     known &= not any(isinstance(part, AutoCallable) for part in parts)
     hooked = any(getattr(part, name, None) for part in parts for name in HOOKS)
-    return device.type in GRAPHS and known and not hooked and not torch.is_anomaly_enabled()
+    return known and not hooked and not torch.is_anomaly_enabled()
 
 
-def is_replayable(model: Any, guide: Any, elbo: Any, device: torch.device) -> bool:
+def is_replayable(model: Any, guide: Any, elbo: Any) -> bool:
     """Whether the loss of ``model`` and ``guide`` depends on nothing that a graph does not see."""
     alone = inspect.unwrap(model)
     plain = type(alone) is MarginalModel and type(guide).__module__ == GUIDES and elbo is None
-    return plain and is_known(device, alone, guide, alone.log_prior)
+    return plain and is_known(alone, guide, alone.log_prior)
 
 
 class Replays:

@@ -19,7 +19,7 @@ from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .descent import copy_values
-from .graphs import Replays, is_known
+from .graphs import GRAPHS, Replays, is_known
 from .loop import FitLoop
 from .maximization import Maximization, Sums, combined, joined
 from .parameters import Extrapolation, Parameters, Values
@@ -120,7 +120,8 @@ class Loop(FitLoop):
         self.large = large
         # the E-step as a graph, and the tensors in which it reads the parameters
         alone = falls and maximize.summed and not (parameters.points or isinstance(data, Parts))
-        self.replayed = alone and is_known(data.device, parameters.module, parameters.log_prior)
+        alone &= data.device.type in GRAPHS
+        self.replayed = alone and is_known(parameters.module, parameters.log_prior)
         self.replays: Replays | None = None
         self.fixed: Values = {}
         self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)

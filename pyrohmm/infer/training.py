@@ -30,7 +30,7 @@ from ..data.sequences import Sequences, check_sequences
 from ..io.files import identity_of, random_states, set_random_states
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, Settings, copy_values
-from .graphs import Replays, is_replayable
+from .graphs import GRAPHS, Replays, is_replayable
 from .layouts import SIDE_BY_SIDE, arranged
 from .loop import FitLoop
 from .models import in_units, scale_priors, to_model_device
@@ -173,7 +173,8 @@ class Training(FitLoop):
         around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self.precision = kind, settings["precision"] or around
         alike = isinstance(data, Sequences) and group.size == 1 and (whole is data or not pieces)
-        fixed = alike and is_replayable(model, guide, settings["elbo"], device)
+        alike &= kind in GRAPHS
+        fixed = alike and is_replayable(model, guide, settings["elbo"])
         self.replays = Replays(self._gradient, device) if fixed else None
         self.pieces: list[tuple[Sequences, float]] = []  # of a whole set
         self.parts: list[Tensor] = []
