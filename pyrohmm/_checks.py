@@ -89,6 +89,8 @@ def check_tensor(name: str, value: object) -> None:
     """Raise unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
         cure = "Convert it with torch.as_tensor."
+        if hasattr(value, "lengths"):  # Sequences
+            cure = "Give one of its tensors: data.lengths, data.values."
         raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. {cure}")
 
 

@@ -53,7 +53,8 @@ def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
     Args:
         states: ``(T,)`` or ``(N, T)`` integers, paths such as those of :meth:`HMM.viterbi`, with -1
             where there is no step; or packed ``(M,)``, with lengths: those of ``fit.predict``.
-        lengths: ``(N,)``, steps of each sequence, such as ``hmm.lengths``; T by default.
+        lengths: ``(N,)``, steps of each sequence, such as ``hmm.lengths``. One path has T steps by
+            default, and several need them, unless there are -1.
 
     Example:
         >>> for segment in segments(torch.tensor([[0, 0, 1], [2, 0, 0]]), torch.tensor([3, 1])):
@@ -70,7 +71,10 @@ def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
 
 def paths_of(states: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """Paths ``(N, T)``, or ``(T,)``, and their lengths, of padded or packed states."""
-    if lengths is None:  # -1 is no step
+    if lengths is None:
+        if states.dim() > 1 and len(states) > 1 and not bool((states < 0).any()):
+            raise ValueError("lengths must be given of several paths, lest 0, with which shorter "
+                             "ones are padded, be taken for a state: data.lengths.")  # fmt: skip
         return states, (states >= 0).sum(-1).cpu()
     if states.dim() == 1 and lengths.numel() > 1 and int(lengths.sum()) == len(states):
         return padded(states, lengths, -1), lengths

@@ -27,7 +27,7 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical, log_likelihood
 from ..infer.models import build
 from ..infer.plates import AtValues, new_log_evidence
-from ..infer.results import Fit
+from ..infer.results import Fit, check_fit
 from ..nn.base import PYRO, HMMModule
 
 MOST_PARAMETERS = 2000  # whose independence is computed
@@ -282,9 +282,7 @@ def bic(fit: Fit, data: Data, num_parameters: float | None = None) -> float:
 
 def _evidence_and_size(fit: Fit, data: Data, count: float | None = None) -> tuple[float, float]:
     """Log evidence, in nats, and the number of free parameters, if it is not given."""
-    if not isinstance(fit, Fit):
-        text = f"fit must be a Fit, such as fit_em returns; got {type(fit).__name__}"
-        raise TypeError(f"{text}. The data come after it.")
+    check_fit(fit)
     if fit.method not in ("EM", "MAP"):
         text = f"fit must be one of EM or MAP, a point; got one of {fit.method}"
         raise ValueError(f"{text}. Compare distributions by arviz.loo(to_arviz(fit, data)).")

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from .._checks import names_checked
 from .._imports import imported
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
-from ..infer.results import Fit
+from ..infer.results import Fit, check_fit
 from .dwell_times import (
     dwell_time_hazard,
     dwell_time_log_prob,
@@ -187,6 +188,7 @@ def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
         fit: The fit. The losses of other restarts are grey.
         axes: Where to draw; new ones by default.
     """
+    check_fit(fit)
     axes = axes_or_new(axes)
     count = max(fit.num_observed, 1)
     if fit.restarts is not None:
@@ -264,7 +266,7 @@ def durations(
         states: ``(N, T)`` integers, decoded paths, whose durations are the dots: see
             :func:`.dwell_times.dwell_time_hazard`. Not drawn are those that fewer than five visits
             have reached.
-        lengths: ``(N,)``, steps of each path; T by default.
+        lengths: ``(N,)``, steps of each path: see :func:`pyrohmm.queries.segments`.
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
     """
@@ -366,7 +368,7 @@ def timeline(
         states: ``(T,)`` or ``(N, T)`` integers, such as ``hmm.viterbi(values)``, with -1 where no
             step is; or packed, with lengths: ``fit.predict(data), lengths=data.lengths``.
         names: Of the K states; numbers of those that occur by default.
-        lengths: ``(N,)``, steps of each sequence; T by default.
+        lengths: ``(N,)``, steps of each sequence: see :func:`pyrohmm.queries.segments`.
         axes: Where to draw; new ones by default.
 
     Raises:
@@ -407,49 +409,56 @@ def series(
     *,
     x: Any = None,
     level: float = 0.9,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw one sequence of numbers, each coloured by its most probable state, over a band.
+    axes: Any = None,
+) -> Any:
+    """Draw one sequence, each number coloured by its most probable state, over a band.
 
     The state is that of the Viterbi path. The band has this probability at each step, if the state
     is drawn from the smoothed posterior and emits anew: observations outside are surprising.
 
     Args:
         hmm: Of one sequence: ``fit.hmm(data[:1])``.
-        values: ``(T,)``, ``(1, T)`` or ``(1, T, 1)``, the sequence. Steps that are not
-            observed are not drawn.
+        values: ``(T,)``, ``(1, T)`` or ``(1, T, D)``, the sequence; each component of vectors
+            has a panel. Steps that are not observed are not drawn.
         names: Of the K states; numbers by default.
         x: ``(T,)`` numbers or dates, such as a column of the table; numbers of steps by default.
         level: Probability of the band.
-        axes: Where to draw; new ones by default.
+        axes: Where to draw, D of them for vectors; new ones by default.
+
+    Returns:
+        The axes; of vectors an array of D.
 
     Raises:
-        ValueError: If there are several sequences, observations are vectors, or there are not K
-            names.
+        ValueError: If there are several sequences, or there are not D axes or K names.
     """
-    single = hmm.emission.event_shape.numel() == hmm.batch_shape.numel() == 1
-    if not single or values.numel() != hmm.event_shape.numel():
-        text = "hmm and values must be of one sequence of numbers, such as fit.hmm(data[:1])"
-        text = f"{text}; got {hmm} and values of shape {tuple(values.shape)}"
-        raise ValueError(f"{text}. Index one sequence, or one component of vectors.")
+    size = hmm.emission.event_shape.numel()
+    if hmm.batch_shape.numel() != 1 or values.numel() != hmm.event_shape.numel():
+        text = "hmm and values must be of one sequence, such as fit.hmm(data[:1])"
+        raise ValueError(f"{text}; got {hmm} and values of shape {tuple(values.shape)}.")
+    if axes is None:
+        axes = imported("matplotlib.pyplot").subplots(size, sharex=True, layout="constrained")[1]
+    panels = np.ravel(axes)
+    if len(panels) != size:
+        raise ValueError(f"axes must be D = {size}, such as of subplots(D); got {len(panels)}.")
     labels = names_or_numbers(names, hmm.num_states, "state ")
     with torch.no_grad():
         path = hmm.viterbi(values).reshape(-1).cpu()
         band = observation_marginals(hmm, values).interval(level)
     drawn, observed = hmm.exists.reshape(-1).cpu(), hmm.known.reshape(-1).cpu()
-    numbers = values.detach().reshape(-1).cpu().double().masked_fill(~observed, torch.nan)
+    numbers = values.detach().reshape(-1, size).cpu().double()
+    numbers = numbers.masked_fill(~observed.unsqueeze(-1), torch.nan)
     steps, label = places_of(x, len(path))
-    axes = axes_or_new(axes)
-    low, high = (end.reshape(-1).cpu()[drawn].numpy() for end in band)
-    axes.fill_between(
-        steps[drawn.numpy()], low, high, step="mid", color="0.85", lw=0.0, label=f"{level:.0%}"
-    )
-    axes.plot(steps, numbers.numpy(), color="0.6", linewidth=0.8)
-    for k, style in enumerate(styles(labels)):
-        chosen = (path == k) & ~numbers.isnan()
-        axes.plot(steps[chosen.numpy()], numbers[chosen].numpy(), "o", ms=4, **style)
-    axes.set(xlabel=label, ylabel="observation")
-    legend_above(axes, labels)
+    ends = (end.reshape(-1, size).cpu().mT for end in band)
+    for d, (panel, own, low, high) in enumerate(zip(panels, numbers.mT, *ends)):
+        panel.fill_between(steps[drawn.numpy()], low[drawn].numpy(), high[drawn].numpy(),
+                           step="mid", color="0.85", lw=0.0, label=f"{level:.0%}")  # fmt: skip
+        panel.plot(steps, own.numpy(), color="0.6", linewidth=0.8)
+        for k, style in enumerate(styles(labels)):
+            chosen = (path == k) & ~own.isnan()
+            panel.plot(steps[chosen.numpy()], own[chosen].numpy(), "o", ms=4, **style)
+        panel.set_ylabel("observation" if size == 1 else f"component {d}")
+    panels[-1].set_xlabel(label)
+    legend_above(panels[0], labels)
     return axes
 
 

@@ -338,6 +338,8 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
 
         Their ``total`` is their number, and ``indices`` number them anew; see :meth:`batch`.
         """
+        if isinstance(index, str):
+            raise TypeError(f"index must be a slice, a mask or integers; got {index!r}. {HOW}")
         chosen = torch.arange(len(self))[index].reshape(-1)
         own = self.firsts[chosen], self.lengths[chosen]
         new: Sequences = self.runs(*own, len(chosen), torch.arange(len(chosen)))

@@ -34,12 +34,12 @@ from .iterations import Loop
 from .laplace import fit_smooth
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
-from .models import LogPrior, MarginalModel, doubts, exclusive, unweighted
+from .models import LogPrior, MarginalModel, exclusive, remarks, unweighted
 from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters, Values, fitted_in
 from .plates import Point
 from .process_group import ProcessGroup
-from .results import Fit, Restarts, uses_labels
+from .results import Fit, Restarts
 from .starts import Start, StartSearch
 
 
@@ -332,8 +332,7 @@ def _finish(loop: Loop) -> Fit:
     place = int(losses[loop.alive, -1].argmin())  # among the restarts that go on
     best = int(loop.alive[place])  # among all
     going = losses[loop.alive]
-    notes = uses_labels(data) + doubts(parameters.example.emission, data)
-    notes += loop.maximize.remarks(place)
+    notes = remarks(data, parameters.module) + loop.maximize.remarks(place)
     if parameters.sites:
         notes += loop.maximize.moved(loop.last, place)
     notes += _risen(loop, going) + _unsettled(loop, going, losses[:, -1])

@@ -31,13 +31,13 @@ from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import CHECKED
-from ..distributions.block_hmm import FinalState
+from ..distributions.block_hmm import BlockHMM, FinalState
 from ..distributions.forecast import sample_emission, sample_emission_per_step
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.modified import WrappedCauchy
 from ..distributions.observation import is_categorical, log_prob_per_state
-from ..nn.base import PYRO, HMMModule, OwnParameters, forgotten
+from ..nn.base import PYRO, HMMModule, OwnParameters, forgotten, in_mode
 from ..nn.covariances import residuals_within
 from ..nn.neural import NeuralHMM
 from ..nn.normals import CentredEmission, merged, moments_of
@@ -46,6 +46,7 @@ from ..nn.regression import Linear
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
 
+TURN = 7.0  # radians, more than all of a circle
 # the module that built an HMM for data, and what the checks of that have found
 _checked: WeakKeyDictionary[Sequences, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
@@ -426,18 +427,39 @@ def check_gradients() -> None:
                            "inside `with torch.inference_mode(False):`.")  # fmt: skip
 
 
-def doubts(emission: Any, data: Data) -> list[str]:
-    """Remarks on symbols that seem to be counted from one, and angles that seem to be degrees."""
-    emission = getattr(emission, "base_dist", emission)
-    values = (data if isinstance(data, Sequences) else data.first).known_values
-    if not values.numel():
+def remarks(data: Data, module: Any) -> list[str]:
+    """Remarks on data that may not be as they were meant: for the notes of every fit.
+
+    No step is observed; states are known from labels, so that no fit is supervised unnoticed;
+    symbols seem to be counted from one, or angles to be degrees.
+
+    Args:
+        data: What is fitted.
+        module: What builds the HMM; of a model of another kind only the first is told.
+    """
+    if not data.num_observed:
+        return ["no step is observed: the parameters are those of the priors or of the start"]
+    if not isinstance(module, HMMModule):
         return []
-    low, high = values.min().item(), values.nan_to_num().abs().max().item()
+    count, total, text = data.num_labelled, int(data.lengths.sum()), list[str]()
+    if count:
+        text = [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
+    some = data if isinstance(data, Sequences) else data.first
+    values = some.known_values.nan_to_num()
+    low, high = (values.min().item(), values.abs().max().item()) if values.numel() else (0, 0)
+    if low != 1 and not (high > TURN and values.is_floating_point()):
+        return text
+    one = to_model_device(module, None, some[:1])
+    with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(), in_mode(False, module):
+        hmm = build(module, one)
+    if isinstance(hmm, BlockHMM):  # whose emission is a large table
+        return text
+    emission = getattr(hmm.emission, "base_dist", hmm.emission)
     if is_categorical(emission) and low == 1 and high == log_probs(emission).size(-1) - 1:
-        return [f"symbol 0 never occurs, and {high} does: are they counted from one? Subtract it"]
-    if isinstance(emission, VonMises | WrappedCauchy) and high > 7.0:
-        return [f"angles reach {high:g}: are they degrees? Radians are wanted: torch.deg2rad"]
-    return []
+        text += [f"symbol 0 never occurs, and {high} does: are they counted from one? Subtract it"]
+    if isinstance(emission, VonMises | WrappedCauchy) and high > TURN:
+        text += [f"angles reach {high:g}: are they degrees? Radians are wanted: torch.deg2rad"]
+    return text
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from .._checks import check_probs, check_size
-from ..data.parts import Parts
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.forecast import Forecast
 from ..distributions.hard_zeros import bounds
@@ -595,14 +594,11 @@ class Restarts:
         return matched
 
 
-def uses_labels(data: Sequences | Parts) -> list[str]:
-    """Remarks if ``data`` have labels, so that no fit is supervised unnoticed, or no steps."""
-    count, total = data.num_labelled, int(data.lengths.sum())
-    if not data.num_observed:
-        return ["no step is observed: the parameters are those of the priors or of the start"]
-    if not count:
-        return []
-    return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
+def check_fit(fit: object) -> None:
+    """Raise unless ``fit`` is a :class:`Fit`."""
+    if not isinstance(fit, Fit):
+        text = f"fit must be a Fit, such as fit_em returns; got {type(fit).__name__}"
+        raise TypeError(f"{text}. Data, where they are wanted, come after it.")
 
 
 # Tables and predictions ---------------------------------------------------------------------------

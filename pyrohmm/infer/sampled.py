@@ -39,9 +39,10 @@ from ..data.batches import Batches
 from ..data.sequences import Sequences
 from ..io.files import identity_of
 from .loop import FitLoop
+from .models import remarks
 from .plates import Point
 from .process_group import ProcessGroup
-from .results import Fit, model_name, uses_labels
+from .results import Fit, model_name
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
 RARE = 0.05  # share of swaps, below which neighbouring temperatures are said to be far apart
@@ -442,7 +443,7 @@ class Chains(FitLoop):
         works = stats.pop("works", None)
         best = int(stats["lp"].argmax())
         values = {name: value.flatten(0, 1)[best] for name, value in chains.items()}
-        notes = uses_labels(data)
+        notes = remarks(data, getattr(model, "module", None))
         if "diverging" in stats and bool(stats["diverging"].any()):
             count, total = int(stats["diverging"].sum()), stats["lp"].numel()
             notes.append(

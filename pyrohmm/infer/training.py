@@ -33,11 +33,11 @@ from .descent import Descent, HeldOut, Settings, copy_values
 from .graphs import GRAPHS, Replays, is_replayable
 from .layouts import SIDE_BY_SIDE, arranged
 from .loop import FitLoop
-from .models import in_units, scale_priors, to_model_device
+from .models import in_units, remarks, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
 from .plates import marks_of, pieces_of, point_of, samples_of
 from .process_group import ProcessGroup
-from .results import WINDOW, Fit, name_of, uses_labels
+from .results import WINDOW, Fit, name_of
 
 _guides = count()
 
@@ -86,7 +86,7 @@ def train(
     return Fit(
         model, guide, losses, training.reason is not None, training.reason or training.ended,
         training.seconds, data.num_observed, list(supports), dict(store), method=method,
-        notes=uses_labels(data) if isinstance(module, HMMModule) else doubts,
+        notes=remarks(data, module) + doubts,
         validation=training.held_out.history if training.held_out else [],
         supports=supports, parameters=values, plates=plates, history=training.history(losses),
         marks=torch.cat([*map(marks_of, parts_of(data))]) if plates else None,
@@ -442,6 +442,9 @@ def check_model_and_data(model: Any, data: Any) -> None:
             f"model must be a Pyro model of the data; got the HMMModule {type(model).__name__}. "
             "Put it into one: MarginalModel(module)."
         )
+    if not callable(model):
+        text = f"model must be a Pyro model of the data; got {type(model).__name__}"
+        raise TypeError(f"{text}. Give MarginalModel(module), or of a fit its fit.model.")
     if isinstance(model, PyroModule) and model._pyro_context.active:
         raise ValueError(
             "model must not be the one that the fit around this one trains, whose values it would "

@@ -203,6 +203,8 @@ def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
         raise ValueError(f"value must be given for {name!r}, which has a prior and no value.")
     with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
         now = getattr(part, last)  # of a prior a sample, for its shape
+        prior = priors.get(last)
+        prior = prior if prior is None or hasattr(prior, "sample") else prior(part)
     value = now if value is None else value
     check_tensor("value", value)
     if value.shape != now.shape:
@@ -210,5 +212,8 @@ def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
             f"value must have the shape of {name!r}, {tuple(now.shape)}; got {tuple(value.shape)}. "
             "Expand a single number to it."
         )
+    space: Any = points[last][0] if last in points else getattr(prior, "support", None)
+    if value is not now and space is not None and not bool(space.check(value.double()).all()):
+        raise ValueError(f"value of {name!r} must lie in its space, {space}; got {value!s:.200}.")
     delattr(part, last)
     part.register_buffer(last, value.detach().clone())

@@ -263,6 +263,9 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         self, X: Any, lengths: Any, y: Any = None, reset: bool = False
     ) -> tuple[np.ndarray, list[int]]:
         """Join ``X`` to one checked table of all rows, with the lengths of its sequences."""
+        if isinstance(X, Sequences):
+            text = "X must be arrays (n_samples, n_features); got Sequences. Call fit_em, or"
+            raise TypeError(f"{text} give X, lengths = data.to_concatenated().")
         parts = [len(part) for part in X] if _is_list(X) else None
         rows = X if parts is None else np.concatenate(X)
         table = validate_data(self, rows, reset=reset, dtype=[np.float64, np.float32, np.int64])

@@ -198,7 +198,7 @@ def boxes(bars):
 
 def test_a_timeline_of_many_sequences_draws_some_and_says_so(axes):
     states = torch.arange(2001).unsqueeze(-1).expand(-1, 3) % 2
-    plots.timeline(states, axes=axes)
+    plots.timeline(states, lengths=torch.full((2001,), 3), axes=axes)
     assert axes.get_ylabel() == "sequence, one in 5 drawn"
     places = sorted(box[0, 1] for part in axes.collections for box in boxes(part))
     np.testing.assert_allclose(places, np.arange(0, 2001, 5) - 0.45)
@@ -249,6 +249,21 @@ def test_a_series_is_coloured_by_state_over_its_band(axes, event):
         assert all((edge - value).abs().min() < 1e-4 for value in end.flatten())
 
 
+def test_a_series_of_vectors_has_a_panel_for_each_component(axes):
+    even, values = torch.full((2, 2), 0.5).log(), torch.tensor([[[0.0, 5.0], [9.0, torch.nan]]])
+    emission = dist.Normal(torch.tensor([[0.0, 5.0], [9.0, 7.0]]), 1.0).to_event(1)
+    hmm = HMM(even[0], even, emission, torch.tensor([2]))
+    panels = plots.series(hmm, values)
+    drawn = [[line.get_xydata().tolist() for line in panel.lines[1:]] for panel in panels]
+    assert drawn == [[[[0, 0]], [[1, 9]]], [[[0, 5]], []]]  # by component and state
+    for panel, means in zip(panels, emission.mean.mT):
+        ends = panel.collections[0].get_paths()[0].get_extents().intervaly
+        np.testing.assert_allclose(ends, (means.min() - 1.645, means.max() + 1.645), atol=0.05)
+    assert [panel.get_ylabel() for panel in panels] == ["component 0", "component 1"]
+    with pytest.raises(ValueError, match="axes must be D = 2"):
+        plots.series(hmm, values, axes=axes)
+
+
 @pytest.mark.parametrize("name", ["durations", "survival", "hazard"])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name, explicit):
@@ -262,7 +277,8 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
         leave = 1 - hmm.log_transition.exp().diagonal().unsqueeze(-1)
         probs = leave * (1 - leave) ** torch.arange(4)
     path = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 1]]).repeat(5, 1)  # each visit five times
-    drawn = getattr(plots, name)(hmm, num_steps=4, states=path, names=["a", "b"], axes=axes)
+    paths = {"states": path, "lengths": torch.full((5,), 8)}
+    drawn = getattr(plots, name)(hmm, num_steps=4, **paths, names=["a", "b"], axes=axes)
     assert drawn is axes
     lasting = 1 - probs.cumsum(-1) + probs
     wanted = {"durations": probs, "survival": lasting, "hazard": probs / lasting}[name]
@@ -291,6 +307,8 @@ def test_a_timeline_has_no_bar_where_there_is_no_step(axes):
     axes.clear()
     plots.timeline(padded, axes=axes)
     assert [len(bars.get_paths()) for bars in axes.collections] == [1, 2]
+    with pytest.raises(ValueError, match="lengths must be given"):  # as of hmm.viterbi
+        plots.timeline(padded.clamp(min=0))
 
 
 def test_steps_lie_at_their_times_in_local_hours(axes):
