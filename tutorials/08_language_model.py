@@ -216,9 +216,9 @@ print(loaded.perplexity(test))
 # Files with one sentence per line, for instance the Penn Treebank, and more states:
 #
 # ```sh
-# python -m pyrohmm.language ptb.train.txt --valid ptb.valid.txt --score ptb.test.txt \
+# python -m pyrohmm.language train ptb.train.txt --valid ptb.valid.txt --score ptb.test.txt \
 #     --save ptb_model --checkpoint ptb.checkpoint --states 4096 --clusters 128
-# python -m pyrohmm.language --load ptb_model --generate 10
+# python -m pyrohmm.language generate ptb_model 10
 # ```
 #
 # The command reports the held-out perplexity after every epoch, resumes from its checkpoint after

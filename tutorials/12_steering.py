@@ -180,7 +180,7 @@ for line in model.steer(even, LONGEST).sample(4, generator):
 # The command does it, too:
 #
 # ```sh
-# python -m pyrohmm.language --load DIR --generate 5 --must function "the value" --longest 12
+# python -m pyrohmm.language generate DIR 5 --must function "the value" --longest 12
 # ```
 #
 # With 8,192 states a sentence of twenty words takes about a tenth of a second of one

@@ -2,9 +2,10 @@
 
 ::
 
-    python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
-    python -m pyrohmm.language --load model --score test.txt --generate 5
-    python -m pyrohmm.language more.txt --load model --save further
+    python -m pyrohmm.language train train.txt --valid valid.txt --save model --score test.txt
+    python -m pyrohmm.language score model test.txt
+    python -m pyrohmm.language generate model 5
+    python -m pyrohmm.language train more.txt --load model --save further
 
 Files have one sentence a line, its words separated by white space; they may be gzipped, and blank
 lines are passed over. Each sentence ends in ``<eos>``, which is predicted and counted. In several
@@ -45,11 +46,14 @@ from .text import END, UNKNOWN, count_words, open_corpus, write_corpus
 
 OF_STEPS = ("num_epochs", "batch_tokens", "num_streams")  # what determines how many there are
 TRAIN, HELD_OUT = "train.tokens", "held_out.tokens"
+SUBCOMMANDS = {"score": "--lines", "generate": "--generate"}  # of a saved model
 INTERRUPTED = 130  # the exit status of what Ctrl-C has ended
 EXAMPLES = """examples:
-  python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
-  python -m pyrohmm.language --load model --generate 5 --prompt "once upon"
-  python -m pyrohmm.language --load model --generate 5 --must sea "the ship" --longest 20
+  python -m pyrohmm.language train train.txt --valid valid.txt --save model --score test.txt
+  python -m pyrohmm.language score model test.txt
+  python -m pyrohmm.language generate model 5 --prompt "once upon"
+  python -m pyrohmm.language generate model 5 --must sea "the ship" --longest 20
+score and generate stand for the options --load model --lines and --load model --generate;
 a model of the texts of a transformer: pyrohmm.language.distil, in Python
 """
 
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:  # the process is this command's own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(_as_options(sys.argv[1:] if arguments is None else arguments))
     _check(parser, options)
     try:
         with _process_group(options.device):
@@ -93,6 +97,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted, and not in training; nothing more was saved", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _as_options(arguments: Sequence[str]) -> Sequence[str]:
+    """Arguments without a subcommand, by the options that it stands for."""
+    verb, *rest = arguments or [""]
+    if verb not in ("train", *SUBCOMMANDS) or os.path.isfile(verb):
+        return arguments
+    if verb == "train" or not rest or rest[0].startswith("-"):
+        return rest
+    return ["--load", rest[0], SUBCOMMANDS[verb], *rest[1:]]
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -138,15 +152,18 @@ def _keep(model: LanguageModel, options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Train or load, then score and generate, as the options say."""
-    texts = {name: _read(name) for name in options.score}
+    texts = {name: _read(name) for name in [*options.score, *options.lines]}
     model = train(options) if options.train else LanguageModel.load(options.load)
     model.module.to(options.device)
     if not ProcessGroup.of().is_first:
         return
-    if options.load and not options.train:
+    if options.load and not options.train and not options.lines:
         print(model)
-    for name, lines in texts.items():
-        unknown = model.num_unknown(lines)
+    for name in options.lines:
+        for nats, line in zip(model.score(texts[name]).tolist(), texts[name]):
+            print(f"{nats:.4f}\t{line.strip()}")
+    for name in options.score:
+        lines, unknown = texts[name], model.num_unknown(texts[name])
         print(f"{name}: {model.perplexity(lines)}, {END} included; {unknown:,} unknown words")
     if options.generate:
         generator = torch.Generator()
@@ -343,6 +360,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--valid", metavar="FILE", **several,
         help="held-out text; without it some lines of the training text are held out")  # fmt: skip
     add("--score", metavar="FILE", **several, help="text whose perplexity is wanted")
+    add("--lines", metavar="FILE", **several,
+        help="text whose sentences are wanted with their log-probabilities in nats")  # fmt: skip
     add("--generate", type=int, default=0, metavar="N", help="write N sentences")
     add("--prompt", default="", metavar="TEXT", help="words with which each of them begins")
     add("--must", metavar="PHRASE", **several, help="words or quoted phrases in each of them")

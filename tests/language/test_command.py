@@ -221,6 +221,29 @@ def test_a_prompt_conditions_what_follows():
         model.generate(1, prompt="a <eos>")
 
 
+def test_subcommands_stand_for_options(here, capsys):
+    """With a line for each sentence that is scored; a text file may have such a name."""
+    model, lines = tiny(), ["a b", "b", "a a"]
+    model.save("m")
+    Path("text").write_text("\n".join([*lines, ""]))
+    main(["score", "m", "text"])
+    rows = [row.split("\t") for row in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows] == lines
+    assert [float(row[0]) for row in rows] == pytest.approx(model.score(lines).tolist(), abs=1e-4)
+    shown = []
+    for start in (["generate", "m", "3"], ["--load", "m", "--generate", "3"]):
+        main([*start, "--seed", "0"])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    main(["train", "train.txt", "--save", "new", *SMALL])
+    os.replace("text", "score")
+    main(["score", "valid.txt", "--save", "other", *SMALL])
+    assert LanguageModel.load("other").num_unknown(lines) == 0
+    with pytest.raises(SystemExit):
+        main(["generate"])
+    assert "give text files" in capsys.readouterr().err
+
+
 def test_sentences_contain_what_they_must(here, capsys):
     tiny().save("m")
     options = ["--must", "a", "b b", "--must-not", "a b", "<unk>", "--longest", "5"]
