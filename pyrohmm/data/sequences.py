@@ -302,14 +302,14 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         missing = ~self.known.reshape(-1, *(1,) * (floats.dim() - 1))
         return floats.masked_fill(missing, torch.nan), self.lengths
 
-    def to_dataframe(self, states: Tensor | None = None, probs: Tensor | None = None) -> Any:
+    def to_dataframe(self, states: Any = None, probs: Any = None) -> Any:
         """A ``pandas.DataFrame`` with a row for each step, and its state or probabilities.
 
         Args:
             states: ``(N, T)``, such as ``hmm.viterbi(data)``, or packed ``(M,)``, such as from
                 :meth:`map_steps`: the column "state".
             probs: ``(N, T, K)``, such as ``hmm.posterior(data).state_probs``, or packed ``(M, K)``:
-                columns "p0", "p1", ...
+                columns "p0", "p1", ... Both are tensors, arrays or lists.
 
         Returns:
             From :meth:`from_dataframe`, the rows of the table in their order, with its index and

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arrays import is_missing, to_numpy
+from .._arrays import is_missing, to_numpy, to_tensor
 from .._checks import check_shape
 from .._imports import imported
 from .steps import NO_CODE, check_order, encoded, firsts, packed, read_part, read_steps, read_times
@@ -252,9 +252,10 @@ def rows_of(
     return frame
 
 
-def _of_steps(name: str, part: Tensor, lengths: Tensor, num_dims: int) -> Tensor:
+def _of_steps(name: str, part: Any, lengths: Tensor, num_dims: int) -> Tensor:
     """Packed rows on the CPU, of ``num_dims`` dimensions, of what is padded or packed."""
-    part, rest = part.detach().cpu(), tuple(part.shape[part.dim() - num_dims + 1 :])
+    part = to_tensor(name, part).detach().cpu()
+    rest = tuple(part.shape[part.dim() - num_dims + 1 :])
     if part.dim() != num_dims:
         wanted = len(lengths), int(lengths.max()), *rest
         check_shape(name, part, wanted, "(N, T, K)" if rest else "(N, T)")

@@ -104,6 +104,9 @@ def test_states_go_back_to_the_rows_of_the_table():
     assert found["p1"].tolist() == [-(x // 10) for x in SKIPS["x"]]
     frame["state"] = found["state"]  # aligned by the index
     assert frame.loc["x", "state"] == 6
+    packed = data.packed("values") // 10
+    for same in (packed.numpy(), packed.tolist(), pandas.Series(packed.numpy())):
+        assert data.to_dataframe(states=same).equals(data.to_dataframe(states=packed))
     part = data[1:].to_dataframe(states=states[1:, :2])
     assert part.index.tolist() == ["y", "z"]
     assert part["state"].tolist() == [0, 0]
