@@ -202,6 +202,11 @@ def test_queries(mistake, error, words):
      "symbols must be texts; got NoneType, int among them"),
     ("a path for a table", lambda: Sequences.from_dataframe("x.csv", columns="x"), TypeError,
      "frame must be a table; got the text 'x.csv'"),
+    *[(f"times that are {kind}", lambda times=times: Sequences.from_dataframe(
+        {"x": [1, 2], "time": times}, columns="x", time="time"), TypeError,
+       r"time 'time' must be numbers or dates; got text.*utc=True\).dt.tz_convert\(zone\)")
+      for kind, times in {"text": np.array(["2026-03-29", "2026-03-30"]),
+                          "objects": ["2026-03-29T01+01:00", "2026-03-29T03+02:00"]}.items()],
     ("shares of several", lambda: plots.state_probs(torch.ones(2, 3, 2)), ValueError,
      r"probs must be \(T, K\), of one sequence; got shape \(2, 3, 2\)"),
     ("an inverted mask", lambda: data(VECTORS.reshape(2, 6), None, observed=torch.zeros(2, 6) > 0),

@@ -62,6 +62,9 @@ write_readings(folder / "april.csv", "2026-04-06", 7, seed=2)
 # stay in their zone, here over the change to summer time. Rows that are lacking become missing
 # steps by `gaps="missing"`; so do readings that are NaN. Nothing is filled in: what is missing is
 # summed out.
+#
+# If a file has offsets that differ, as over the change to summer time, `read_csv` leaves times as
+# text. Then `pd.to_datetime(frame["time"], utc=True).dt.tz_convert(zone)`.
 
 # %%
 frame = pd.read_csv(folder / "march.csv", parse_dates=["time"])

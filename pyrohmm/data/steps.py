@@ -27,6 +27,10 @@ from .vocabulary import Vocabulary
 
 NO_CODE = -1  # of a symbol that is missing, and of a label that is not known
 PADDING = {"labels": -1.0, "rows": -1.0}  # zero elsewhere
+DATES = (  # of offsets that differ, as over the change to summer time, read_csv leaves text
+    "Convert the column: frame['time'] = "
+    "pd.to_datetime(frame['time'], utc=True).dt.tz_convert(zone), such as zone='Europe/Berlin'."
+)
 FLAT = 16  # rows per column of a matrix from which on it looks like one series of vectors
 HOW = (
     "Sequences are made by Sequences.from_concatenated(array, lengths), "
@@ -141,11 +145,10 @@ def read_times(values: Any, name: str = "times") -> Tensor:
         array = array - np.datetime64(0, "D")
     if array.dtype.kind == "m":
         array = array / np.timedelta64(1, "D")
-    try:
-        return to_tensor(name, array).double()
-    except TypeError as error:
-        error.add_note("Convert dates by pandas.to_datetime, or sort the rows and leave time out.")
-        raise
+    kind = array.dtype.kind
+    if kind in "UST" or (kind == "O" and any(isinstance(item, str) for item in array.flat)):
+        raise TypeError(f"{name} must be numbers or dates; got text. {DATES}")
+    return to_tensor(name, array).double()
 
 
 def check_order(values: Any, lengths: Tensor, order: Any = slice(None)) -> None:
