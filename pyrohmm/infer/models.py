@@ -446,7 +446,8 @@ def remarks(data: Data, module: Any) -> list[str]:
         text = [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
     some = data if isinstance(data, Sequences) else data.first
     values = some.known_values.nan_to_num()
-    low, high = (values.min().item(), values.abs().max().item()) if values.numel() else (0, 0)
+    low, top = (x.item() for x in values.aminmax()) if values.numel() else (0, 0)
+    high = max(-low, top)
     if low != 1 and not (high > TURN and values.is_floating_point()):
         return text
     one = to_model_device(module, None, some[:1])
