@@ -620,14 +620,15 @@ def of_log_prob(num_steps, ragged=False, dtype=torch.float32, emission="symbols"
         given, ones = there(values), there(torch.ones(3, dtype=dtype))
         if emission == "normal":
             given = there(torch.randn(*values.shape, 5, dtype=dtype))
+            leaves.append(there(torch.rand(4, 5, dtype=dtype) + 0.5).requires_grad_())
     for _ in range(calls):
         for leaf in leaves:
             leaf.grad = None
         with watched() as seen:
-            initial, transition, last = leaves
+            initial, transition, last, *scale = leaves
             emits = Categorical(logits=last, validate_args=False)
             if emission == "normal":
-                emits = Normal(last, 1.0, validate_args=False).to_event(1)
+                emits = Normal(last, *scale, validate_args=False).to_event(1)
             hmm = HMM(initial, transition, emits, lengths, validate_args=False)
             hmm.log_prob(given).backward(ones)
     return seen
@@ -653,7 +654,7 @@ def test_a_step_of_evidence_and_gradient_is_four_kernels(ragged):
 
 @counted
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("emission", "most"), [("symbols", 40), ("normal", 108)])
+@pytest.mark.parametrize(("emission", "most"), [("symbols", 40), ("normal", 74)])
 def test_evidence_and_gradient_around_the_messages(emission, most, ragged, monkeypatch):
     """Messages of all steps count as three kernels, which is what they are with Triton."""
     original = torch_engine._messages
@@ -665,8 +666,9 @@ def test_evidence_and_gradient_around_the_messages(emission, most, ragged, monke
         return found
 
     monkeypatch.setattr(torch_engine, "_messages", at_once)
-    seen = of_log_prob(10, ragged, emission=emission, calls=2)
-    assert seen.launches <= most + (12 if emission == "normal" else 6) * ragged, seen.kernels
+    # with so many steps normals are a product, and not the formula of few numbers
+    seen = of_log_prob(160, ragged, emission=emission, calls=2)
+    assert seen.launches <= most + (4 if emission == "normal" else 5) * ragged, seen.kernels
 
 
 def reads_of_a_further_iteration(fit, module, data):

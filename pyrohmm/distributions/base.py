@@ -352,7 +352,8 @@ class ChainDistribution(OwnChecks):
             values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
         has_gaps = self.observed is not None or self._shortest < event_shape[0]
         known = self.known if has_gaps else None
-        values = values if known is None else fill_gaps(values, known, emission)
+        if known is not None:
+            values = fill_gaps(values, known, emission, padded=self.observed is None)
         fixed = not transforming()
         if fixed and self._validate_args:
             check_support(values, known, emission, self.emission_per_step)

@@ -17,6 +17,7 @@ Only distributions of torch and Pyro themselves are known, not classes that inhe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import distributions as torch_dist
 
 from .._checks import broadcast_shapes
 from .._choices import threads_for
-from .._precision import full_precision
+from .._precision import full_precision, with_gradient
 from .._sync import exceeds, is_guessing
 from .._transforms import transforming
 from ..ops.products import product, squared_norms
@@ -99,26 +100,30 @@ def _precision(
     return None
 
 
-def _read(numbers: Tensor, values: Tensor) -> list[float]:
+def _read(numbers: Sequence[Tensor], values: Tensor) -> list[float]:
     """Transfer error bounds to the host; while guessing, return zeros and test them later."""
     if not is_guessing(values.device):
-        return numbers.tolist()  # waits for the device once
+        return torch.stack([*numbers]).tolist()  # waits for the device once
     limits = torch.finfo(values.dtype)
-    reach = math.sqrt(0.01 * limits.max / values.size(-1))
-    most = [torch.inf, TOLERANCE[values.dtype] / limits.eps, reach][: len(numbers)]
-    exceeds(torch.stack([a - b for a, b in zip(most, numbers)]).amin(), 0.0)  # not if one is NaN
+    most = TOLERANCE[values.dtype] / limits.eps, math.sqrt(0.01 * limits.max / values.size(-1))
+    for number, bound in zip(numbers, most):
+        exceeds(-number, -bound)  # not if it is NaN
     return [0.0] * len(numbers)
 
 
 class _Components:
-    """Emissions of independent components, with parameters ``(*b, K, D)``, of the values' dtype."""
+    """Emissions of independent components, with parameters ``(*b, K, D)``; dtype of values."""
 
-    def __init__(self, *parameters: Tensor) -> None:
-        self.parameters = parameters
+    def __init__(self, *parameters: Tensor, dtype: torch.dtype = torch.float64) -> None:
+        self.parameters, self.dtype = parameters, dtype
+
+    def apart(self, values: Tensor, known: Tensor | None) -> Tensor:
+        """Values ``(*A, D)`` as features count them; zeros if they are not ``known``."""
+        return values
 
     formula: Any  # (values (*A, 1, D)) -> log-densities (*A, K, D), plainly; no NaN
-    condition: Any  # (largest value) -> error amplification and reach, for _precision
-    terms: Any  # (values, known) -> (*A, F) and (*b, K, F), whose product is the log-density
+    condition: Any  # (largest apart) -> error amplification and reach, for _precision
+    terms: Any  # (apart, known) -> (*A, F) and (*b, K, F), whose product is the log-density
 
     def log_prob(self, values: Tensor, known: Tensor | None = None) -> Tensor:
         """Log-density ``(*A, K)`` of values ``(*A, D)``; those that are not ``known`` are zeros."""
@@ -126,24 +131,29 @@ class _Components:
             missing = values.isnan()
             return self._as_it_stands(values.masked_fill(missing, 0.0), ~missing)
         first = self.parameters[0]
-        numbers = max(values.numel() * first.size(-2), first.numel())
-        few = numbers <= SMALL and values.device.type == "cpu"
-        if not values.numel() or (few and not values.isnan().any()):
-            return self._as_it_stands(values, known)
-        with torch.no_grad(), threads_for(PASSES * values.numel()):
-            largest = _largest(values)
-            tests = () if numbers <= SMALL else self.condition(largest)
-        size, *found = _read(torch.stack([largest, *tests]), values)
-        if math.isnan(size):
-            missing = values.isnan()
-            return self.log_prob(values.masked_fill(missing, 0.0), ~missing)
-        wide = _precision(values.dtype, values.size(-1), *found) if found else None
+        few = max(values.numel() * first.size(-2), first.numel()) <= SMALL
+        if few or not values.numel():
+            whole = known is not None or not values.numel()
+            whole = whole or exceeds(values.detach().amin(), -torch.inf)
+            return self._as_it_stands(values, known) if whole else self._with_gaps(values)
+        family = type(self)(*(part.double() for part in self.parameters), dtype=values.dtype)
+        with threads_for(PASSES * values.numel()):
+            apart = family.apart(values, known)
+            with torch.no_grad():
+                found = _read(family.condition(apart.abs().amax()), values)
+        if known is None and any(map(math.isnan, found)):
+            return self._with_gaps(values)
+        wide = _precision(values.dtype, values.size(-1), *found)
         if wide is None:
             return self._as_it_stands(values, known)
-        family = type(self)(*(part.double() for part in self.parameters))
         with threads_for(PASSES * values.numel()):
-            rows, columns = family.terms(values.to(wide), known)
+            apart = apart if wide == values.dtype else family.apart(values.to(wide), known)
+            rows, columns = family.terms(apart, known)
         return product(rows, columns).to(values.dtype)
+
+    def _with_gaps(self, values: Tensor) -> Tensor:
+        missing = values.isnan()
+        return self.log_prob(values.masked_fill(missing, 0.0), ~missing)
 
     def _as_it_stands(self, values: Tensor, known: Tensor | None) -> Tensor:
         scores = self.formula(values.unsqueeze(-2))
@@ -155,11 +165,33 @@ class _Normal(_Components):
     """Normal components, with parameters ``loc`` and ``scale``."""
 
     @cached_property
+    def precision(self) -> Tensor:
+        """Reciprocal variances ``(*b, K, D)``."""
+        return self.parameters[1].detach().pow(-2)
+
+    @cached_property
     def centre(self) -> Tensor:
-        """Precision-weighted mean of ``loc`` over states, ``(D,)``."""
-        loc, scale = (part.detach().reshape(-1, part.size(-1)) for part in self.parameters)
-        weight = (scale.amin(0) / scale).square()
-        return (weight * loc).sum(0) / weight.sum(0)
+        """Precision-weighted mean of ``loc`` over states, ``(D,)``, of the values' dtype."""
+        loc, weight = (x.flatten(0, -2) for x in (self.parameters[0].detach(), self.precision))
+        return ((weight * loc).sum(0) / weight.sum(0)).to(self.dtype)
+
+    @cached_property
+    def table(self) -> tuple[Tensor, ...]:
+        """As of :meth:`_table`, without a gradient."""
+        loc, scale = (part.detach() for part in self.parameters)
+        return self._table(loc, scale, self.precision)
+
+    def _table(self, loc: Tensor, scale: Tensor, precision: Tensor) -> tuple[Tensor, ...]:
+        """Three parameters of a product, and means from the centre, over scales and squared."""
+        apart = loc - self.centre
+        linear = apart * precision
+        square = apart * linear
+        constant = -HALF_LOG_TAU - torch.add(scale.log(), square, alpha=0.5)
+        return -0.5 * precision, linear, constant, apart, square
+
+    def apart(self, values: Tensor, known: Tensor | None) -> Tensor:
+        values = values - self.centre
+        return values if known is None else torch.where(known, values, 0.0)
 
     def formula(self, values: Tensor) -> Tensor:
         loc, scale = self.parameters
@@ -167,20 +199,25 @@ class _Normal(_Components):
         return torch.addcmul(-HALF_LOG_TAU - scale.log(), apart, apart, value=-0.5)
 
     def condition(self, largest: Tensor) -> tuple[Tensor, Tensor]:
-        loc, scale = self.parameters
-        apart = (loc - self.centre) / scale
-        return apart.square().mean(-1).amax(), (largest + loc.abs().amax()) / scale.amin()
+        return self.table[-1].mean(-1).amax(), largest / self.parameters[1].amin()
 
-    def terms(self, values: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
-        loc, scale = self.parameters
-        # not of the square, whose gradient would leave the range of float32
-        centre = self.centre.to(values.dtype)
-        loc, precision = loc - centre, scale.reciprocal().square()
-        constant = -0.5 * loc.square() * precision - scale.log() - HALF_LOG_TAU
-        values = values - centre
-        values = values if known is None else torch.where(known, values, 0.0)
-        parameters = [-0.5 * precision, loc * precision]
-        return _joined([values.square(), values], parameters, known, constant)
+    def terms(self, apart: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
+        def columns(loc: Tensor, scale: Tensor) -> Any:
+            *table, shift, _ = self.table  # autograd would take three times as many kernels
+
+            def gradient(weights: Tensor) -> tuple[Tensor, Tensor]:
+                squares, values, count = weights.tensor_split((loc.size(-1), 2 * loc.size(-1)), -1)
+                slope = torch.addcmul(values, shift, count, value=-1)
+                spread = torch.addcmul(squares, shift, values + slope, value=-1)
+                return slope * self.precision, (spread * self.precision - count) / scale
+
+            return _joined(table, known), gradient
+
+        def twin(loc: Tensor, scale: Tensor) -> Tensor:
+            return _joined(self._table(loc, scale, scale.pow(-2))[:3], known)
+
+        rows = torch.cat([apart.square(), apart, _ones(apart, known)], -1)
+        return rows, with_gradient(columns, twin, *self.parameters)
 
 
 class _Poisson(_Components):
@@ -194,23 +231,24 @@ class _Poisson(_Components):
         size = (rate * (1 + rate.log().abs())).mean(-1).amax()  # NaN if a rate is zero
         return size, largest
 
-    def terms(self, values: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
+    def terms(self, apart: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
         (rate,) = self.parameters
-        of_values = (values + 1).lgamma().sum(-1, keepdim=True)
+        of_values = (apart + 1).lgamma().sum(-1, keepdim=True)
         ones = rate.new_ones(1).expand(*rate.shape[:-1], 1)
-        return _joined([values, of_values], [rate.log(), -ones], known, -rate)
+        rows = torch.cat([apart, of_values, _ones(apart, known)], -1)
+        return rows, _joined([rate.log(), -ones, -rate], known)
 
 
-def _joined(
-    features: list[Tensor], parameters: list[Tensor], known: Tensor | None, constant: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Concatenate features, and parameters, with a mask of known components and their constants."""
-    values = features[0]
-    if known is None:
-        known = values.new_ones(1).expand(*values.shape[:-1], 1)
-        constant = constant.sum(-1, keepdim=True)
-    rows = torch.cat([*features, known.to(values.dtype)], -1)
-    return rows, torch.cat([*parameters, constant], -1)
+def _ones(values: Tensor, known: Tensor | None) -> Tensor:
+    """The feature of constants: the mask of known components, or a one for all of them."""
+    return values.new_ones(1).expand(*values.shape[:-1], 1) if known is None else known.to(values)
+
+
+def _joined(parameters: Sequence[Tensor], known: Tensor | None) -> Tensor:
+    """Concatenate parameters, of which the last are constants of components."""
+    *others, constant = parameters
+    constant = constant.sum(-1, keepdim=True) if known is None else constant
+    return torch.cat([*others, constant], -1)
 
 
 class _Vectors:
@@ -224,22 +262,23 @@ class _Vectors:
         shape = broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
         if shape.numel() <= SMALL or transforming():
             return None
+        family = _Vectors(self.loc.double(), self.root.double())
         eye = torch.eye(self.root.size(-1), dtype=torch.double, device=self.root.device)
-        inverse = torch.linalg.solve_triangular(self.root.double(), eye, upper=False)
+        inverse = torch.linalg.solve_triangular(family.root, eye, upper=False)
         with torch.no_grad(), threads_for(PASSES * values.numel()):
-            largest = _largest(values)
-            centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
-            tests = self._condition(largest, centre, inverse.abs())
-        size, *found = _read(torch.stack([largest, *tests]), values)
+            centre = _Normal(family.loc, family.root.norm(dim=-1).expand_as(self.loc)).centre
+            largest = values.abs().amax()
+            found = _read(family._condition(largest, centre, inverse.abs()), values)
         dtype, dim = values.dtype, values.size(-1)
-        wide = None if math.isnan(size) else _precision(dtype, dim, *found)
+        wide = _precision(dtype, dim, *found)
         if wide is None:
             return None
-        return _whitened(self.loc.double() - centre, inverse, values.to(wide) - centre).to(dtype)
+        centre = centre.to(dtype)
+        return _whitened(family.loc - centre, inverse, values.to(wide) - centre).to(dtype)
 
     def _condition(self, largest: Tensor, centre: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Error amplification of whitening, which units of components do not change, and reach."""
-        root, apart = self.root.double().abs(), (self.loc - centre).double().abs().unsqueeze(-1)
+        root, apart = self.root.abs(), (self.loc - centre).abs().unsqueeze(-1)
         size = largest + self.loc.abs().amax()
         reach = torch.stack([size * inverse.sum(-1).amax(), size, inverse.amax()]).amax()
         sums = (inverse @ root).sum(-1, keepdim=True)
@@ -263,12 +302,6 @@ def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
 def _at_all(values: Tensor, constant: Tensor) -> Tensor:
     """Broadcast ``constant`` ``(*b, K)`` to all values; its gradient is summed in float64."""
     return product(values.new_ones(1).expand(*values.shape[:-1], 1), constant.unsqueeze(-1))
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Largest absolute value, NaN if there is any: in a tenth of the time of ``isnan``."""
-    low, high = values.aminmax()
-    return torch.maximum(high, -low)
 
 
 _FAMILIES: dict[type, tuple[Any, ...]] = {

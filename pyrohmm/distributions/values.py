@@ -23,27 +23,30 @@ from .observation import any_value, inside_support, is_categorical, support_vari
 INTEGERS_OF_SINGLE = 1 << 24  # up to which float32 holds all integers
 
 
-def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
+def fill_gaps(values: Tensor, known: Tensor, emission: Any, padded: bool = False) -> Tensor:
     """Fill unobserved steps of values ``(*A, T, *E)`` with a value of the support.
 
     Args:
         values: Observations, of as many batch dimensions as the parameters.
         known: ``(*B, T)`` booleans, which steps exist and are observed.
         emission: Of event shape ``(*E)``.
+        padded: Whether only padding is not observed: then first steps are.
     """
     event = emission.event_shape
     # not the whole batch: restarts and particles see the same values
     batch = broadcast_shapes(values.shape[: values.dim() - 1 - len(event)], known.shape[:-1])
     known = known.expand(*batch, known.size(-1))
     if is_categorical(emission):
-        return values.masked_fill(~known, 0)
+        return values * known
     flat = values.expand(*known.shape, *event).reshape(-1, *event)
-    first = known.flatten().byte().argmax().reshape(1)
-    filler = flat.index_select(0, first).squeeze(0)
-    if transforming():  # if none is known, any number: it is masked again
-        filler = filler.nan_to_num()
-    elif not exceeds(known.flatten().index_select(0, first).byte().sum(), 0):
-        filler = _first_value(emission, values.dtype)
+    filler = flat[0]
+    if not padded or transforming():
+        first = known.flatten().byte().argmax().reshape(1)
+        filler = flat.index_select(0, first).squeeze(0)
+        if transforming():  # if none is known, any number: it is masked again
+            filler = filler.nan_to_num()
+        elif not exceeds(known.flatten().index_select(0, first).byte().sum(), 0):
+            filler = _first_value(emission, values.dtype)
     return torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
 
 
