@@ -4,11 +4,11 @@ Imports the rooms down to ``io``.
 
 Its modules; each imports only those above it:
 
+``process_group``  ``ProcessGroup``: data-parallel ranks
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``; one fit at a time
 ``coordinates``   unconstrained coordinates of variables, as one vector
 ``plates``        values of latent variables: of each sequence, of guides, at a point
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
-``process_group``  ``ProcessGroup``: data-parallel ranks
 ``graphs``        steps captured as CUDA graphs, and replayed
 ``loop``          ``FitLoop``: steps, why they end, a progress bar, checkpoints
 ``descent``       ``FitOptions``: arguments of gradient fits; optimizer, averages, held-out evidence

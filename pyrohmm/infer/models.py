@@ -42,6 +42,7 @@ from ..nn.covariances import residuals_within
 from ..nn.neural import NeuralHMM
 from ..nn.normals import CentredEmission, merged, moments_of
 from ..nn.regression import Linear
+from .process_group import ProcessGroup
 
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
@@ -101,17 +102,37 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         >>> module.emission.prior_loc, module.emission.upper
         (tensor([2000., 2000.]), tensor([5000000., 5000000.]))
     """
-    emission, first = module.emission_module(), next(iter(parts_of(data)))
+    return scale_alike(module, data, ProcessGroup())
+
+
+def scale_alike(module: HMMModule, data: Sequences | Parts, group: ProcessGroup) -> float:
+    """``scale_priors`` by the data of all ranks, alike in all of them; if it fails, all fail."""
+    emission = module.emission_module()
+    found = group.attempt(lambda: _measured(module, emission, data))
+    unit, moments = found if not data.sharded else (group.from_first(found[0]), found[1])
+    if unit > 0:
+        module.set_times(float(unit))
+    if moments is None:
+        return 0.0
+    if data.sharded:
+        moments = reduce(merged, group.of_all(moments))
+    with torch.no_grad():
+        return float(emission.take_moments(moments))
+
+
+def _measured(module: Any, emission: Any, data: Sequences | Parts) -> tuple[Tensor, Tensor | None]:
+    """Unit of times, zero if there is none, and moments, if the emission has a use for them."""
+    first, unit = next(iter(parts_of(data))), torch.zeros((), dtype=torch.float64)
     gaps = first.gaps if hasattr(module, "set_times") else None
     if gaps is not None and bool((gaps > 0).any()):
-        module.set_times(float(gaps[gaps > 0].median()))
+        unit += float(gaps[gaps > 0].median())
     if emission is None or not hasattr(emission, "take_moments"):
-        return 0.0
+        return unit, None
     with torch.no_grad():
         parts = [part for part in emission.modules() if isinstance(part, CentredEmission)]
         size = max((part.prior_loc.numel() // max(part.dim, 1) for part in parts), default=2)
         moments = [_moments(part, size, getattr(emission, "lags", 0)) for part in parts_of(data)]
-        return float(emission.take_moments(reduce(merged, moments)))
+        return unit, reduce(merged, moments)
 
 
 def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
@@ -125,6 +146,15 @@ def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
         windows.append(pad(part.values, (0, 0, lags, 0)).unfold(1, lags + 1, 1)[seen])
     within = residuals_within(torch.cat(windows), num_states)
     return torch.cat([found, within.to(found)[None]])
+
+
+def units_alike(module: Any, data: Sequences | Parts, group: ProcessGroup) -> None:
+    """``in_units``, in all ranks by the data of the first one; if it fails, all fail."""
+    group.attempt(lambda: in_units(module, data))
+    for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
+        if isinstance(linear, Linear) and data.sharded:
+            for tensor in linear.standardisation:
+                tensor.copy_(group.from_first(tensor))
 
 
 def in_units(module: Any, data: Sequences | Parts | None) -> None:

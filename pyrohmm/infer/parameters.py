@@ -21,8 +21,9 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from .coordinates import IDENTITY, Packing
-from .models import LogPrior, build, in_units, scale_priors, to_model_device
+from .models import LogPrior, build, in_units, scale_alike, to_model_device, units_alike
 from .plates import AtValues, LogJoint, check_events
+from .process_group import ProcessGroup
 
 GROWTH = 4.0  # of the longest extrapolation when one of that length has succeeded
 Values = dict[str, Tensor]
@@ -52,7 +53,7 @@ class Parameters:
 
     def __init__(
         self, module: HMMModule, data: Sequences | Parts, restarts: int,
-        log_prior: LogPrior | None, group: Any = None,
+        log_prior: LogPrior | None, group: ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         for part in module.modules():  # which may have run by itself
             if isinstance(part, PyroModule):
@@ -62,14 +63,14 @@ class Parameters:
         self.restarts, self.log_prior = restarts, log_prior
         self.data = to_model_device(module, None, data)
         self.probe = self.data[:1]
-        scaled = partial(scale_priors, module, self.data)
-        self.units = scaled() if group is None else group.attempt(scaled)
-        if group is not None and group.size > 1:  # which have data of their own, perhaps
+        group = group or ProcessGroup()
+        self.units = scale_alike(module, self.data, group)
+        if group.size > 1:  # processors may differ in rounding
             self.units = group.from_first(torch.tensor(self.units).double()).item()
             for buffer in module.buffers():
                 buffer.copy_(group.from_first(buffer))
-        for chosen in (self.data, None):  # a start in units of the data
-            in_units(module, chosen)
+        units_alike(module, self.data, group)  # a start in units of the data
+        in_units(module, None)
         with torch.no_grad(), poutine.block(), first_values(self.data.device):
             trace = poutine.trace(lambda: build(module, self.probe)).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ..data.batches import dealt
-from ..data.parts import Parts, in_parts
+from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..io.files import comparable, difference, digits, fingerprint
 
@@ -203,6 +203,15 @@ class ProcessGroup:
         found = self.attempt(compute if self.is_first else lambda: None)
         return found if self.size == 1 else self._objects_from(0, found)
 
+    def of_all(self, tensor: Tensor) -> list[Tensor]:
+        """The ``tensor`` of each rank, all of one shape."""
+        if self.size == 1:
+            return [tensor]
+        here = tensor.to(self.device)
+        found = [torch.empty_like(here) for _ in range(self.size)]
+        distributed.all_gather(found, here, group=self.group)
+        return [each.to(tensor.device) for each in found]
+
     def from_first(self, tensor: Tensor) -> Tensor:
         """The values that ``tensor`` has in rank 0; in others it has the same shape."""
         if self.size == 1 or not tensor.numel():
@@ -224,7 +233,7 @@ class ProcessGroup:
         if data is not None:
             generator = arguments.get("generator")
             states = [torch.get_rng_state(), None if generator is None else generator.get_state()]
-            here["data"] = "of each rank" if data.sharded else fingerprint(data)
+            here["data"] = _kind(data) if data.sharded else fingerprint(data)
             here["random numbers"] = digits(states)
             here["checkpoint"] = arguments.get("checkpoint") is not None
         found = difference(self._objects_from(0, here), here)
@@ -240,3 +249,12 @@ class ProcessGroup:
     def _source(self, rank: int) -> int:
         """The number of a rank of this group among all ranks."""
         return rank if self.group is None else distributed.get_global_rank(self.group, rank)
+
+
+def _kind(data: Sequences | Parts) -> str:
+    """What shares of several ranks have in common."""
+    first = first_sequence(data)
+    covariates = first.packed("covariates")
+    columns = 0 if covariates is None else covariates.size(-1)
+    shape = tuple(cast(Tensor, first.packed("values")).shape[1:])
+    return f"of each rank, of steps of shape {shape} and {columns} covariates"

@@ -33,7 +33,7 @@ from .descent import Descent, HeldOut, Settings, copy_values
 from .graphs import GRAPHS, Replays, is_replayable
 from .layouts import SIDE_BY_SIDE, arranged
 from .loop import FitLoop
-from .models import in_units, remarks, scale_priors, to_model_device
+from .models import in_units, remarks, scale_alike, to_model_device, units_alike
 from .objective import LEFT, Objective, follow_batches
 from .plates import marks_of, pieces_of, point_of, samples_of
 from .process_group import ProcessGroup
@@ -75,7 +75,7 @@ def train(
     with (
         pyro.get_param_store().scope(params) as store,
         in_mode(True, model, guide),
-        _scaled_priors(module, data) as units,
+        _scaled_priors(module, data, group) as units,
     ):
         build = partial(Training, model, guide, data, settings, restarts, units, group)
         training = group.attempt(build)
@@ -94,15 +94,15 @@ def train(
 
 
 @contextmanager
-def _scaled_priors(module: Any, data: Sequences | Parts) -> Iterator[float]:
-    """Context: priors scaled to ``data``, restored on exit."""
+def _scaled_priors(module: Any, data: Sequences | Parts, group: ProcessGroup) -> Iterator[float]:
+    """Context: priors scaled to ``data``, alike in all ranks, restored on exit."""
     emission = module.emission_module() if isinstance(module, HMMModule) else None
     parts = list(emission.modules()) if isinstance(emission, PyroModule) else []
     parts += [module] if hasattr(module, "set_times") else []
     kept = [dict(part._buffers) for part in parts]
-    in_units(module, data)
     try:
-        yield scale_priors(module, data) if isinstance(module, HMMModule) else 0.0
+        units_alike(module, data, group)
+        yield scale_alike(module, data, group) if isinstance(module, HMMModule) else 0.0
     finally:
         in_units(module, None)
         for part, buffers in zip(parts, kept):

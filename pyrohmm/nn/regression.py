@@ -156,6 +156,13 @@ class Linear(Family):
             self._pyro_params["coefficients"] = space, self._pyro_params["coefficients"][1]
             self.coefficients = value
 
+    @property
+    def standardisation(self) -> list[Tensor]:
+        """Means, spreads and levels of columns that coefficients are parametrised by, if any."""
+        space, _ = self._pyro_params.get("coefficients", (None, None))
+        units = getattr(space, "transform", None)
+        return [units.mean, units.spread, units.level] if isinstance(units, Units) else []
+
     def _level(self, columns: Tensor, level: float) -> Tensor:
         """Coefficients of predictors equal to ``level``, by the first constant column (M, P)."""
         constant = (columns == columns[:1]).all(0) & (columns[0] != 0)

@@ -7,12 +7,14 @@ import pyro
 import pytest
 import torch
 from fits import outcome
+from pyro.infer.autoguide import AutoNormal, init_to_value
 from torch import distributed
 
 from pyrohmm import (
     LanguageModel,
     MarginalModel,
     NeuralHMM,
+    RegressionHMM,
     Sequences,
     StatefulModel,
     TabularHMM,
@@ -20,7 +22,9 @@ from pyrohmm import (
     categorical,
     fit_em,
     fit_map,
+    fit_svi,
     language,
+    normal,
     starts,
 )
 from pyrohmm.data import StoredSequences
@@ -40,6 +44,40 @@ def own():
     if not distributed.is_initialized():
         return WHOLE
     return WHOLE[:7] if distributed.get_rank() else WHOLE[7:]
+
+
+def shares(whole):
+    """What a rank gives; where there is one, all shares as parts."""
+    if not distributed.is_initialized():
+        return [whole[7:], whole[:7]]
+    return whole[:7] if distributed.get_rank() else whole[7:]
+
+
+def steps(size, seed):
+    """Numbers ``(M, size)`` whose level and spread grow along the sequences."""
+    generator, time = torch.Generator().manual_seed(seed), torch.arange(len(SYMBOLS))[:, None]
+    return torch.randn(len(SYMBOLS), size, generator=generator).double() * (1 + time) + 5 * time
+
+
+def of_normals():
+    return shares(Sequences.from_concatenated(steps(2, 0), LENGTHS))
+
+
+def of_covariates():
+    return shares(Sequences.from_concatenated(SYMBOLS, LENGTHS, covariates=steps(2, 1)))
+
+
+AT = {
+    "module.initial": torch.tensor([0.4, 0.6]).double(),
+    "module.transition": torch.tensor([[0.7, 0.3], [0.2, 0.8]]).double(),
+    "module.emission.loc": torch.tensor([[50.0, 60.0], [300.0, 200.0]]).double(),
+    "module.emission.variance": torch.full((2, 2), 900.0).double(),
+}
+
+
+def of_guide(model):
+    guide = AutoNormal(model, init_loc_fn=init_to_value(values=AT))
+    return fit_svi(model, guide, of_normals(), num_iterations=6, sharded=True)
 
 
 def tabular(**options):
@@ -78,6 +116,19 @@ SAME = {
     "map": lambda: fit_map(MarginalModel(tabular()), own(), num_iterations=6, sharded=True),
     "networks": lambda: fit_map(
         MarginalModel(neural()), own(), num_iterations=6, clip_norm=0.01, sharded=True
+    ),
+    "map of normals": lambda: fit_map(
+        MarginalModel(TabularHMM(2, normal(2))), of_normals(), num_iterations=6, sharded=True,
+        start=AT,
+    ),
+    "svi of normals": lambda: of_guide(MarginalModel(TabularHMM(2, normal(2)))),
+    "em of normals": lambda: fit_em(
+        TabularHMM(2, normal(2)), of_normals(), num_iterations=5, restarts=1, start=AT,
+        sharded=True,
+    ),
+    "map of covariates": lambda: fit_map(
+        MarginalModel(RegressionHMM(2, categorical(3), transition=[0, 1])), of_covariates(),
+        num_iterations=6, sharded=True,
     ),
     "em of parts": lambda: fit_em(
         tabular(), [own()[:3], own()[3:]], num_iterations=5, restarts=1, start=starts.sticky(),
