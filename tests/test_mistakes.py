@@ -249,6 +249,10 @@ def test_data(mistake, error, words):
     ("samples of another model", lambda: to_arviz(
         {name: torch.ones(1, 5, *shape) for name, shape in SHAPES.items()}, data(), model()),
      ValueError, r"samples of 'module.[a-z.]+' must have shape .*= \(2,.*got \* = \(3"),
+    ("a path by lengths", lambda: fit_em(module(), data()).predict(X, [3, 2]), TypeError,
+     "data must be Sequences; got Tensor"),
+    ("an algorithm", lambda: fit_em(module(), data()).predict(data(), "MAP"), ValueError,
+     r"algorithm must be 'viterbi' or 'map'; got 'MAP'\.$"),
     ("a fit of what is stored", lambda: fit_em(module(), data()).hmm(STORED), TypeError,
      "got StoredSequences. Ask part by part"),
     ("a prior of no parameter", lambda: parametric(POISSONS, scale=dist.Gamma(1.0, 1.0))(2),

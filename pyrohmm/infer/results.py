@@ -259,12 +259,14 @@ class Fit:
             >>> fit.predict(data), fit.predict_proba(data).shape, fit.forecast(data, 3).probs.shape
             (tensor([0, 0, 0, 0, 0]), torch.Size([5, 1]), torch.Size([2, 3, 2]))
         """
-        if algorithm == "map":
-            return self.predict_proba(data).argmax(-1)
-        if algorithm != "viterbi":
+        check_sequences("data", data)
+        if not isinstance(algorithm, str) or algorithm not in ("viterbi", "map"):
             text = "algorithm must be 'viterbi' or 'map'; got"
             came = repr(algorithm) if isinstance(algorithm, str) else type(algorithm).__name__
-            raise ValueError(f"{text} {came}. At other values of covariates: fit.bands(data, at).")
+            other = " At other values of covariates: fit.bands(data, at)."
+            raise ValueError(f"{text} {came}.{'' if data.covariates is None else other}")
+        if algorithm == "map":
+            return self.predict_proba(data).argmax(-1)
         return self._steps(data, lambda hmm, part: hmm.viterbi(part.values))
 
     def predict_proba(self, data: Sequences) -> Tensor:
