@@ -20,6 +20,8 @@ from torch.distributions import biject_to, constraints
 
 from .._checks import check_probs, check_size
 from ..data.sequences import Sequences, check_sequences
+from ..data.steps import read_times
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.forecast import Forecast
 from ..distributions.hard_zeros import bounds
 from ..distributions.hmm import HMM
@@ -281,18 +283,29 @@ class Fit:
         parts = self._placed(data).buckets
         return float(sum(self.hmm(part).log_prob(part.values).double().sum() for part in parts))
 
-    def forecast(self, data: Sequences, num_steps: int = 1) -> Forecast:
+    def forecast(self, data: Sequences, num_steps: int = 1, times: Any = None) -> Forecast:
         """Predictive distributions of the next H observations of each sequence: see `HMM.forecast`.
 
         Args:
             data: The sequences so far.
             num_steps: H.
+            times: ``(N, H)``, or ``(H,)`` for all, in the unit of those of the data, or dates: when
+                they are. Of continuous time, which needs them, and has no ``num_steps``.
 
         Returns:
             A distribution of batch shape ``(N, H)``, with ``mean``, ``interval(0.9)``, ``sample``.
+
+        Raises:
+            ValueError: If times are not given in continuous time, or given elsewhere.
         """
         data = self._placed(data)
-        return self.hmm(data).forecast(data.values, num_steps)
+        hmm = self.hmm(data)
+        if isinstance(hmm, ContinuousTimeHMM) != (times is not None):
+            wanted = "times=, (N, H)" if times is None else "num_steps="
+            raise ValueError(f"forecasts of {type(hmm).__name__} need {wanted}. Give that alone.")
+        if times is not None:
+            return hmm.forecast(data.values, read_times(times))
+        return hmm.forecast(data.values, num_steps)
 
     def _placed(self, data: Sequences) -> Sequences:
         """Data of a query, on the device of the model."""
