@@ -18,6 +18,7 @@ from pyrohmm import (
     MarginalModel,
     Sequences,
     StickyHDPHMM,
+    TabularContinuousTimeHMM,
     TabularHMM,
     TabularHSMM,
     beta,
@@ -202,6 +203,10 @@ def test_queries(mistake, error, words):
      "symbols must be texts; got NoneType, int among them"),
     ("a path for a table", lambda: Sequences.from_dataframe("x.csv", columns="x"), TypeError,
      "frame must be a table; got the text 'x.csv'"),
+    *[(f"a time twice, by {by}", lambda by=by: Sequences.from_dataframe(
+        {"x": [1, 2], "who": [1, 1], "time": [3, 3]}, columns="x", by=by, time="time"), ValueError,
+       f"rows 0 and 1 have the same. {cure}")
+      for by, cure in {None: "Name the seq", "who": "Drop or average rows of one time"}.items()],
     *[(f"times that are {kind}", lambda times=times: Sequences.from_dataframe(
         {"x": [1, 2], "time": times}, columns="x", time="time"), TypeError,
        r"time 'time' must be numbers or dates; got text.*utc=True\).dt.tz_convert\(zone\)")
@@ -249,6 +254,13 @@ def test_data(mistake, error, words):
     ("samples of another model", lambda: to_arviz(
         {name: torch.ones(1, 5, *shape) for name, shape in SHAPES.items()}, data(), model()),
      ValueError, r"samples of 'module.[a-z.]+' must have shape .*= \(2,.*got \* = \(3"),
+    ("steps of continuous time", lambda: fit_em(
+        TabularContinuousTimeHMM(2, categorical(3)),
+        data(times=torch.arange(3.0).expand(2, 3)), num_iterations=1,
+    ).forecast(data(times=torch.arange(3.0).expand(2, 3)), 2), ValueError,
+     r"forecasts of ContinuousTimeHMM need times=, \(N, H\)"),
+    ("times of steps", lambda: fit_em(module(), data()).forecast(data(), times=[1.0]), ValueError,
+     "forecasts of HMM need num_steps="),
     ("a path by lengths", lambda: fit_em(module(), data()).predict(X, [3, 2]), TypeError,
      "data must be Sequences; got Tensor"),
     ("an algorithm", lambda: fit_em(module(), data()).predict(data(), "MAP"), ValueError,

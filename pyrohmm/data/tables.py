@@ -143,7 +143,10 @@ class Table(NamedTuple):
         if not distance.all():
             place = int(((np.diff(times) == 0) & inside).argmax())
             text = f"time must differ within a sequence; rows {order[place]} and {order[place + 1]}"
-            raise ValueError(f"{text} have the same. Name the sequences of the rows with by=.")
+            cure = "Name the sequences of the rows with by=."
+            if names:
+                cure = "Drop or average rows of one time, or name another column in by=."
+            raise ValueError(f"{text} have the same. {cure}")
         absent = np.zeros(max(count - 1, 0), np.int64)  # steps between two rows
         dates = keys[time] if time in keys else keys.index.get_level_values(time).to_series()
         clocks = [distance, *(np.diff(clock[order])[inside] for clock in calendars(dates))]
