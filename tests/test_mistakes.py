@@ -36,6 +36,7 @@ from pyrohmm import (
     parametric,
     plots,
     poisson,
+    queries,
     regression,
     to_arviz,
 )
@@ -157,6 +158,9 @@ def test_distributions(mistake, error, words):
      r"got shape \(2, 3, 1\)\. Build the emission for the data"),
     ("fit for HMM", lambda: Filter(fit_em(module(), data(), num_iterations=1)), TypeError,
      "got Fit. Give that of one stream: fit.hmm"),
+    *[(f"{query.__name__} of a fit", lambda query=query: query(fit_em(module(), data()), X),
+       AttributeError, r"'Fit' object has no .*Queries take an HMM: fit\.hmm\(data\)")
+      for query in (queries.impute, queries.predictive_log_prob, queries.segments)],
     ("perplexity of a density", lambda: metrics.perplexity(of_vectors(), data(VECTORS)),
      ValueError, "perplexity is of symbols or counts"),
     ("BIC of other data", lambda: metrics.bic(fit_em(module(), data()), data()[:1]), ValueError,

@@ -327,7 +327,9 @@ class Fit:
                 text += f". It is one of the HMM: fit.hmm(data).{name}"
             elif near and not name.startswith("_"):
                 text += f". Did you mean {near[0]}?"
-            raise AttributeError(text)
+            raise AttributeError(
+                f"{text}{'' if text.endswith('?') else '.'} Queries take an HMM: fit.hmm(data)"
+            )
 
     def hmm_to_save(self) -> HMM:
         """The fitted HMM, of one step: what :func:`pyrohmm.save` writes of a fit.
