@@ -265,6 +265,8 @@ def test_data(mistake, error, words):
      r"forecasts of ContinuousTimeHMM need times=, \(N, H\)"),
     ("times of steps", lambda: fit_em(module(), data()).forecast(data(), times=[1.0]), ValueError,
      "forecasts of HMM need num_steps="),
+    ("limits of a part", lambda: fit_em(module(), data()).intervals(data(), of="transition"),
+     ValueError, r"Of a matrix give of=lambda hmm: hmm.log_transition.exp\(\)"),
     ("a path by lengths", lambda: fit_em(module(), data()).predict(X, [3, 2]), TypeError,
      "data must be Sequences; got Tensor"),
     ("an algorithm", lambda: fit_em(module(), data()).predict(data(), "MAP"), ValueError,

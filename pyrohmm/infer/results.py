@@ -482,7 +482,8 @@ class Fit:
             raise ValueError(f'method must be "delta", "bootstrap" or "profile"; got {method!r}.')
         if (method == "profile") != isinstance(of, str):
             raise ValueError(
-                'method="profile" is of one entry, and goes with its name: of="module.rate[0]".'
+                'method="profile" is of one entry, and goes with its name: of="module.rate[0]". '
+                "Of a matrix give of=lambda hmm: hmm.log_transition.exp()."
             )
         with self.at_rest():
             if isinstance(of, str):
