@@ -299,7 +299,7 @@ class Fit:
             ValueError: If times are not given in continuous time, or given elsewhere.
         """
         data = self._placed(data)
-        hmm = self.hmm(data)
+        hmm: Any = self.hmm(data)
         if isinstance(hmm, ContinuousTimeHMM) != (times is not None):
             wanted = "times=, (N, H)" if times is None else "num_steps="
             raise ValueError(f"forecasts of {type(hmm).__name__} need {wanted}. Give that alone.")

@@ -21,6 +21,9 @@ torch.manual_seed(0)
 LENGTHS = [12_000, 1, 3, 250, 90, 2]  # of several buckets
 DATA = Sequences.from_list([torch.randn(n).cumsum(0) for n in LENGTHS])
 SMALL = Sequences.from_list([torch.tensor([0.1, 5.0, 5.2]), torch.tensor([0.2])])
+WITH_COLUMN = Sequences(
+    SMALL.values, SMALL.lengths, covariates=torch.zeros(*SMALL.observed.shape, 1)
+)
 
 
 def module(num_states=3):
@@ -83,7 +86,7 @@ def test_answers_go_back_to_the_rows_of_a_table():
         lambda fit: fit.log_prob: "Did you mean fit.score(data)",
         lambda fit: fit.emission: "fit.hmm(data).emission",
         lambda fit: fit.sumary: "Did you mean summary",
-        lambda fit: fit.predict(SMALL, torch.zeros(2, 1)): "fit.bands",
+        lambda fit: fit.predict(WITH_COLUMN, torch.zeros(2, 1)): "fit.bands",
         lambda fit: fit.predict(SMALL.values): "must be Sequences",
         lambda fit: fit.score([1.0, 2.0]): "must be Sequences",
         lambda fit: fit.forecast(SMALL, 0): "num_steps",
