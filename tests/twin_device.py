@@ -131,6 +131,9 @@ class FakeGraphs:
     and of tensors on the CPU, are those of the capture.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def first(self, compute: Any) -> Any:
         return compute()
 

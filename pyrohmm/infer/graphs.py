@@ -107,9 +107,11 @@ class Replays:
             stays: Whether the same object comes again; else its values are copied.
         """
         shape = id(batch) if stays else _shape(batch)
-        if shape is None or (len(self.made) >= LARGEST and not stays):
+        if shape is None:
             return None
         if (shape, weight) not in self.made:  # the first time is one with all checks
+            if len(self.made) >= LARGEST and not stays:
+                return None
             compute = partial(self.compute, batch, weight)
             self.made[shape, weight] = _Replay(compute, self.graphs), batch
             return None
