@@ -44,29 +44,37 @@ _log = logging.getLogger("pyrohmm")
 
 
 class CudaGraphs:
-    """Captures on one stream and in one memory pool of CUDA."""
+    """Captures on one stream and in one memory pool of a CUDA device, current or not."""
 
-    def __init__(self) -> None:
-        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.cuda.device(device):
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def first(self, compute: Callable[[], Any]) -> Any:
         """Call ``compute`` on the stream of captures, which libraries prepare there."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            found = compute()
-        torch.cuda.current_stream().wait_stream(self.stream)
+        with torch.cuda.device(self.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                found = compute()
+            torch.cuda.current_stream().wait_stream(self.stream)
         return found
 
     def capture(self, compute: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture ``compute``; return the function that replays it, and what it fills."""
         graph = torch.cuda.CUDAGraph()
         mode = "thread_local"  # other threads, such as loaders of data, go on
-        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
-            found = compute()
-        return graph.replay, found
+        with torch.cuda.device(self.device):
+            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
+                found = compute()
+        return partial(self._replay, graph), found
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        with torch.cuda.device(self.device):
+            graph.replay()
 
 
-GRAPHS: dict[str, Callable[[], Any]] = {"cuda": CudaGraphs}  # by type of device
+GRAPHS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraphs}  # by type of device
 
 
 def is_known(*things: Any) -> bool:
@@ -95,7 +103,7 @@ class Replays:
     """
 
     def __init__(self, compute: Callable[[Any, Any], Any], device: torch.device) -> None:
-        self.compute, self.graphs = compute, GRAPHS[device.type]()
+        self.compute, self.graphs = compute, GRAPHS[device.type](device)
         self.made: dict[Any, tuple[_Replay, Any]] = {}
 
     def __call__(self, batch: Any, weight: Any, stays: bool = True) -> Any:

@@ -7,8 +7,9 @@ import logging
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from unittest.mock import MagicMock
 
 import pyro
 import pytest
@@ -29,6 +30,8 @@ from pyrohmm import (
 )
 from pyrohmm._sync import Guesses
 from pyrohmm.infer import graphs
+from pyrohmm.infer.graphs import CudaGraphs
+from pyrohmm.infer.process_group import ProcessGroup
 from pyrohmm.infer.training import Training
 
 DEVICE = os.environ.get("PYROHMM_TEST_DEVICE", "twin")
@@ -271,12 +274,75 @@ def test_reads_of_the_device_are_seen_before_a_capture(reads, monkeypatch, caplo
     Counted.captures = 0
     with watched(), caplog.at_level(logging.DEBUG, "pyrohmm"):
         there = torch.ones(2).to(DEVICE)
-        replay = graphs._Replay(lambda: [reads(there), there * 2][1], Counted())
+        replay = graphs._Replay(lambda: [reads(there), there * 2][1], Counted(there.device))
         assert replay() is not None
         assert replay() is None
         assert replay() is None
     assert Counted.captures == 0
     assert "not replayed" in caplog.text
+
+
+def test_a_rank_among_several_replays_nothing(monkeypatch):
+    """As a graph holds no messages: the numbers of the ranks would part."""
+
+    class Two(ProcessGroup):
+        def mean_all(self, tensors):
+            sent.append(list(tensors))
+
+    def quiet(self, first=None, *_):
+        return first
+
+    sent = []
+    for name in ("mean", "most", "from_first", "check_alike", "together", "shard"):
+        monkeypatch.setattr(Two, name, quiet)
+    monkeypatch.setattr(Two, "device", torch.device("cpu"))
+    monkeypatch.setattr(Two, "of_first", lambda self, compute: compute())
+    monkeypatch.setattr(ProcessGroup, "of", classmethod(lambda cls, _=None: Two(2, 0)))
+    found = run(by_em, MODULES["symbols"], data(), True, monkeypatch, num_iterations=6)
+    assert found[-2:] == (0, 0)
+    assert len(sent) >= 6
+
+
+def test_graphs_are_of_the_device_of_the_parameters(monkeypatch):
+    """Not of the current one, where a capture would record nothing."""
+    current, seen = ["cuda:0"], []
+
+    @contextmanager
+    def entered(device):
+        before, current[0] = current[0], str(device)
+        yield
+        current[0] = before
+
+    class Graph:
+        def replay(self):
+            seen.append(current[0])
+
+    def note(*_, **__):
+        seen.append(current[0])
+        return MagicMock()
+
+    for name in ("graph_pool_handle", "Stream", "current_stream", "graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, note)
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    made = CudaGraphs(torch.device("cuda:1"))
+    made.first(note)
+    replay, _ = made.capture(note)
+    replay()
+    assert len(seen) == 9
+    assert set(seen) == {"cuda:1"}
+    assert current == ["cuda:0"]
+
+
+def test_shapes_that_are_known_are_replayed_when_all_places_are_taken(monkeypatch):
+    """And one shape more than there are places is computed by Python each time."""
+    lengths = torch.arange(2, 5).repeat_interleave(2)
+    given = Sequences.from_concatenated(torch.randint(4, (int(lengths.sum()),)), lengths)
+    for places in (2, 3):
+        monkeypatch.setattr(graphs, "LARGEST", places)
+        options = {"num_iterations": 24, "batch_size": 1}  # in four rounds, twice each shape
+        found = alike(by_map, MODULES["symbols"], given, monkeypatch, **options)
+        assert found == (places, 6 * places)
 
 
 def test_a_capture_that_fails_is_said_once(monkeypatch, caplog):
