@@ -83,6 +83,7 @@ def is_known(*things: Any) -> bool:
     parts = [part for part in chain(*modules) if part is not None]
     known = all(type(part).__module__.startswith(OWN) for part in parts)
     known &= not any(isinstance(part, AutoCallable) for part in parts)
+    known &= not any(getattr(getattr(part, "dropout", None), "by_call", False) for part in parts)
     hooked = any(getattr(part, name, None) for part in parts for name in HOOKS)
     return known and not hooked and not torch.is_anomaly_enabled()
 

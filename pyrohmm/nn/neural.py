@@ -140,6 +140,7 @@ class LinearDropout:
     end: float
     num_steps: int
     may_differ: ClassVar[tuple[str, ...]] = ("num_steps",)  # from that of a checkpoint
+    by_call: ClassVar[bool] = True  # a number of Python, which a captured graph would not see again
 
     def __post_init__(self) -> None:
         check_dropout("begin", self.begin)
