@@ -341,10 +341,15 @@ class Training(FitLoop):
         leaves, parts = self.objective.parameters, self.objective.parts
         with full_precision(loss):
             slopes = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
-        gradient = [
-            x if x is None or x.stride() == leaf.stride() else torch.empty_like(leaf).copy_(x)
-            for x, leaf in zip(slopes, leaves)
-        ]
+        gradient: list[Any] = []
+        seen: set[int] = (
+            set()
+        )  # both terms of a sum have one slope, which clipping would scale twice
+        for x, leaf in zip(slopes, leaves):
+            memory = 0 if x is None else x.untyped_storage()._cdata
+            fits = x is None or (x.stride() == leaf.stride() and memory not in seen)
+            gradient.append(x if fits else torch.empty_like(leaf).copy_(x))
+            seen.add(memory)
         return loss.detach(), None if parts is None else parts * weight, gradient
 
     def _validate(self, held_out: HeldOut) -> float:

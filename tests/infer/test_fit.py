@@ -312,6 +312,32 @@ def test_clip_norm_bounds_the_gradient_per_observed_step():
     assert norms[1] == pytest.approx(0.01 * data.num_observed, rel=1e-5)
 
 
+class TwoTerms(HMMModule):
+    """Logits of symbols that are a sum of two parameters, whose gradients are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+        self.other = torch.nn.Parameter(torch.zeros(2, 3))
+
+    def forward(self, lengths, observed=None):
+        half = torch.full((2, 2), 0.5).log()
+        emission = dist.Categorical(logits=self.one + self.other)
+        return HMM(half[0], half, emission, lengths, observed)
+
+
+def test_the_gradient_that_two_parameters_share_is_clipped_once():
+    module, given = TwoTerms(), Sequences(torch.randint(3, (12, 6)))
+    before = [part.detach().clone() for part in module.parameters()]
+    fit_map(
+        MarginalModel(module), given, num_iterations=1, clip_norm=1e-3,
+        optimizer=lambda parts: torch.optim.SGD(parts, lr=1.0),
+    )  # fmt: skip
+    moved = [(part - old).norm() for part, old in zip(module.parameters(), before)]
+    each = torch.tensor(1e-3 * given.num_observed / math.sqrt(2))
+    torch.testing.assert_close(torch.stack(moved), each.expand(2), rtol=1e-4, atol=0.0)
+
+
 def test_the_schedule_is_stepped_once_a_step():
     made = {}
 
