@@ -21,7 +21,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._choices import first_values, threads_for
+from .._choices import CACHED, first_values, threads_for
 from .._precision import full_precision
 from .._sync import with_one_wait
 from ..data.batches import Batches
@@ -33,7 +33,7 @@ from .descent import Descent, HeldOut, Settings, copy_values
 from .graphs import GRAPHS, Replays, is_replayable
 from .layouts import SIDE_BY_SIDE, arranged
 from .loop import FitLoop
-from .models import in_units, remarks, scale_alike, to_model_device, units_alike
+from .models import build, in_units, remarks, scale_alike, to_model_device, units_alike
 from .objective import LEFT, Objective, follow_batches
 from .plates import marks_of, pieces_of, point_of, samples_of
 from .process_group import ProcessGroup
@@ -77,8 +77,8 @@ def train(
         in_mode(True, model, guide),
         _scaled_priors(module, data, group) as units,
     ):
-        build = partial(Training, model, guide, data, settings, restarts, units, group)
-        training = group.attempt(build)
+        begin = partial(Training, model, guide, data, settings, restarts, units, group)
+        training = group.attempt(begin)
         doubts = [] if method == "MAP" or isinstance(module, HMMModule) else training.refusals()
         losses = training.run()
         values = training.objective.points() | training.values()
@@ -174,6 +174,8 @@ class Training(FitLoop):
         self.precision = kind, settings["precision"] or around
         alike = isinstance(data, Sequences) and group.size == 1 and (whole is data or not pieces)
         alike &= kind in GRAPHS
+        # one of the user's may keep gradients, which the next replay fills, or replace parameters
+        alike &= type(self.descent.optimizer).__module__.startswith("torch.")
         fixed = alike and is_replayable(model, guide, settings["elbo"])
         self.replays = Replays(self._gradient, device) if fixed else None
         self.pieces: list[tuple[Sequences, float]] = []  # of a whole set
@@ -228,6 +230,8 @@ class Training(FitLoop):
             self.units = self.group.from_first(torch.tensor(self.units).double()).item()
             copy_values(map(self.group.from_first, self.tensors()), self.tensors())
         first = [tensor.detach().clone() for tensor in self.tensors()]
+        if self.replays is not None and self.batches.whole is None:
+            self._check_values()
         try:
             self.take_steps()
             return self._finish(first)
@@ -241,6 +245,16 @@ class Training(FitLoop):
             raise
         finally:
             self.replays = None  # and its memory
+
+    def _check_values(self) -> None:
+        """Raise unless all values are in the support, which replays of minibatches do not ask."""
+        data, random = cast(Sequences, self.data), random_states()
+        module = inspect.unwrap(self.model).module
+        with torch.no_grad(), poutine.block(), in_mode(False, self.model):
+            for chosen in torch.arange(len(data)).split(max(1, CACHED // data.num_steps)):
+                piece = to_model_device(self.model, self.guide, data.batch(chosen))
+                build(module, piece).prepare_values(piece.values)
+        set_random_states(random)
 
     def step(self) -> None:
         """Take a gradient step; validate where that is due, and test for convergence."""
@@ -342,9 +356,7 @@ class Training(FitLoop):
         with full_precision(loss):
             slopes = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
         gradient: list[Any] = []
-        seen: set[int] = (
-            set()
-        )  # both terms of a sum have one slope, which clipping would scale twice
+        seen: set[int] = set()  # terms of a sum share a slope, which clipping would scale twice
         for x, leaf in zip(slopes, leaves):
             memory = 0 if x is None else x.untyped_storage()._cdata
             fits = x is None or (x.stride() == leaf.stride() and memory not in seen)

@@ -22,17 +22,20 @@ from pyrohmm import (
     NeuralHMM,
     Sequences,
     TabularHMM,
+    blocks,
     categorical,
     fit_em,
     fit_map,
     fit_svi,
     normal,
+    poisson,
 )
 from pyrohmm._sync import Guesses
 from pyrohmm.infer import graphs
 from pyrohmm.infer.graphs import CudaGraphs
 from pyrohmm.infer.process_group import ProcessGroup
 from pyrohmm.infer.training import Training
+from pyrohmm.nn.neural import LinearDropout
 
 DEVICE = os.environ.get("PYROHMM_TEST_DEVICE", "twin")
 if DEVICE == "twin":  # torch has one accelerator at a time
@@ -237,6 +240,16 @@ class Tempered(MarginalModel):
         return super().forward(given)
 
 
+class Remembers(torch.optim.SGD):
+    """Keeps the last gradient itself, and replaces the data of parameters."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            before = self.state[parameter].get("before", torch.zeros_like(parameter))
+            parameter.data = parameter.data - 0.01 * (parameter.grad - 0.5 * before)
+            self.state[parameter]["before"] = parameter.grad
+
+
 def test_what_may_depend_on_python_is_not_captured(monkeypatch):
     def tempered(module, given, **options):
         return fit_map(Tempered(module), given, progress=False, **options)
@@ -256,7 +269,10 @@ def test_what_may_depend_on_python_is_not_captured(monkeypatch):
         model = MarginalModel(module)
         return fit_svi(model, Mine(model), given, progress=False, **options)
 
-    for fit in (tempered, hooked, lambda_prior, own_guide):
+    def own_optimizer(module, given, **options):
+        return by_map(module, given, optimizer=partial(Remembers, lr=0.01), **options)
+
+    for fit in (tempered, hooked, lambda_prior, own_guide, own_optimizer):
         found = alike(fit, MODULES["symbols"], data(), monkeypatch, num_iterations=5)
         assert found == (0, 0), fit
 
@@ -343,6 +359,43 @@ def test_shapes_that_are_known_are_replayed_when_all_places_are_taken(monkeypatc
         options = {"num_iterations": 24, "batch_size": 1}  # in four rounds, twice each shape
         found = alike(by_map, MODULES["symbols"], given, monkeypatch, **options)
         assert found == (places, 6 * places)
+
+
+def test_dropout_that_changes_by_the_call_is_not_captured(monkeypatch):
+    each = blocks.from_clusters(torch.tensor([0, 1, 0, 1]), 4)
+    for dropout, count in [(LinearDropout(0.5, 0.0, 6), 0), (0.5, 1)]:
+        make = partial(NeuralHMM, 8, 4, 3, blocks=each, dropout=dropout)
+        found = alike(by_map, make, data(), monkeypatch, num_iterations=10)
+        assert found == (count, 8 * count)
+
+
+@pytest.mark.parametrize("fit", [by_map, by_svi])
+def test_values_of_all_minibatches_are_in_the_support(fit, monkeypatch):
+    """Whenever they are drawn; the numbers of the other batches are as without graphs."""
+    counts = data().values.double()
+    make = partial(TabularHMM, 2, poisson())
+    options = {"num_iterations": 8, "batch_size": 2}
+    captures, replays = alike(fit, make, Sequences(counts), monkeypatch, **options)
+    assert (captures, replays) == (1, 6)
+    for row in range(12):
+        counts[row, 3] = 1.5
+        with pytest.raises(ValueError, match=r"1\.5"):
+            run(fit, make, Sequences(counts), True, monkeypatch, **options)
+        counts[row, 3] = 1.0
+
+
+@pytest.mark.parametrize("fit", [by_map, by_em])
+def test_vectors_that_are_missing_in_part_are_fitted(fit, monkeypatch):
+    given = data(vectors=True)
+    given.values[3, 2, 0] = torch.nan
+    torch.set_default_dtype(torch.float64)
+    given = Sequences(given.values.double())
+    found = run(fit, MODULES["normal"], given, True, monkeypatch, num_iterations=6, tolerance=None)
+    torch.manual_seed(1)
+    module = MODULES["normal"]()
+    pyro.set_rng_seed(2)
+    expected = fit(module, given, num_iterations=6, tolerance=None)
+    torch.testing.assert_close(found[0].losses.cpu(), expected.losses)
 
 
 def test_a_capture_that_fails_is_said_once(monkeypatch, caplog):
