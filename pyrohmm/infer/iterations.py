@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -119,9 +120,8 @@ class Loop(FitLoop):
         self.values: Values = {}
         self.large = large
         # the E-step as a graph, and the tensors in which it reads the parameters
-        alone = group.size == 1 and falls and maximize.summed
+        alone = group.size == 1 and falls and maximize.summed and data.device.type in GRAPHS
         alone &= not (parameters.points or isinstance(data, Parts))
-        alone &= data.device.type in GRAPHS
         self.replayed = alone and is_known(parameters.module, parameters.log_prior)
         self.replays: Replays | None = None
         self.fixed: Values = {}
@@ -166,15 +166,13 @@ class Loop(FitLoop):
         if self.group.size == 1:  # ranks stay in step
             # by then data, start and what an M-step returns have been checked
             validate = is_validation_enabled() and self._seen[1] <= 2
-            try:
-                with guessing() as guesses, validation_enabled(validate):
+            with suppress(ValueError), validation_enabled(validate):  # of what a wrong guess made
+                with guessing() as guesses:
                     loss, statistics, _ = self._compute(batch, counted)
                 right, (read, log_prior) = guesses.read(loss, self.log_prior)
-            except ValueError:  # a check of numbers that a wrong guess has made
-                right = False
-            if right and -math.inf < read.amin().item() < math.inf:  # NaN wins a minimum
-                self.log_prior = log_prior
-                return read, statistics
+                if right and -math.inf < read.amin().item() < math.inf:  # NaN wins a minimum
+                    self.log_prior = log_prior
+                    return read, statistics
 
         def compute() -> Tensor:
             nonlocal statistics, evidences
