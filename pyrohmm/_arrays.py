@@ -16,7 +16,10 @@ _WIDER = {  # dtypes that torch, or the recursions, hardly compute with
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
 }
-CODES = "Take codes, as column.cat.codes of a categorical one, or give a Vocabulary where one may."
+CODES = (
+    "Take codes: column.map({'rest': 0, 'walk': 1}), in which NaN is unknown; or give a Vocabulary "
+    "where one may."
+)
 _NOT_NUMBERS = {
     "M": "dates", "m": "durations", "U": "text", "T": "text", "S": "bytes", "V": "records",
     "c": "complex ones",
@@ -107,7 +110,8 @@ def _from_numpy(name: str, array: np.ndarray) -> Tensor:
     if kind == "O":
         array = _from_objects(name, array)
     elif kind in _NOT_NUMBERS:
-        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS[kind]}.")
+        cure = f" {CODES}" if kind in "UT" else ""
+        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS[kind]}.{cure}")
     elif kind == "f" and array.itemsize > 8:
         array = array.astype(np.float64)  # long double
     if not array.dtype.isnative:

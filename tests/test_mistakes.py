@@ -207,6 +207,10 @@ def test_queries(mistake, error, words):
      "symbols must be texts; got NoneType, int among them"),
     ("a path for a table", lambda: Sequences.from_dataframe("x.csv", columns="x"), TypeError,
      "frame must be a table; got the text 'x.csv'"),
+    *[(f"labels that are {kind}", lambda names=names: Sequences.from_dataframe(
+        {"x": [1, 2], "state": names}, columns="x", labels="state"), TypeError,
+       r"labels 'state' must be numbers; got text.*column.map\(.*NaN is unknown")
+      for kind, names in {"text": np.array(["a", "b"]), "objects": ["a", None]}.items()],
     *[(f"a time twice, by {by}", lambda by=by: Sequences.from_dataframe(
         {"x": [1, 2], "who": [1, 1], "time": [3, 3]}, columns="x", by=by, time="time"), ValueError,
        f"rows 0 and 1 have the same. {cure}")
