@@ -35,7 +35,7 @@ from .objective import site_losses
 from .parameters import fitted_in
 from .plates import SequencePlate, check_fitted, hmm_at, repeatable, samples_of, wide
 from .replicates import Bootstrap, bootstrap, match_states, profile_interval
-from .uncertainty import Covariance, Information, normal_quantile
+from .uncertainty import Covariance, Information, NoMaximum, normal_quantile
 
 POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 SLOW = 10.0  # seconds
@@ -408,7 +408,13 @@ class Fit:
             raise ValueError(f"no sample of {self.method} is the maximum: ask fit.quantiles().")
         check_sequences("data", data)
         with self.at_rest():
-            return Information(self.model, self.parameters, self.supports, data)
+            try:
+                return Information(self.model, self.parameters, self.supports, data)
+            except NoMaximum as error:
+                if self.converged:
+                    raise
+                cure = f"More iterations: the fit has not converged ({self.reason})"
+                raise NoMaximum(f"{cure}. As it is, {error}") from None
 
     def std_errors(self, data: Sequences) -> dict[str, Tensor]:
         """Standard errors of the parameters by name, from the observed information."""

@@ -53,6 +53,10 @@ class Covariance(NamedTuple):
     matrix: Tensor
 
 
+class NoMaximum(ValueError):
+    """The estimate is no maximum of the log joint, or not the only one near it."""
+
+
 class Information:
     r"""Observed information of a fit: minus the Hessian of its log joint density at the estimate.
 
@@ -260,7 +264,7 @@ class Information:
         self.decrement = float(slope @ self.covariance @ slope) / 2
         if self.decrement > FAR:
             below = f"the fit ended {self.decrement:.2g} nats below the maximum near it"
-            raise ValueError(f"{below}: fit on, with a smaller tolerance, and give its own data.")
+            raise NoMaximum(f"{below}: fit on, with a smaller tolerance, and give its own data.")
 
     def _vanishing(self) -> Tensor:
         """Mask ``(P,)`` of coordinates on the boundary, along which the log joint is flat."""
@@ -306,8 +310,8 @@ class Information:
             curved = vectors[:, flat] * scale.unsqueeze(-1)
             self.matrix = self.matrix + curved @ curved.mT
             return
-        raise ValueError(f"the observed information is not positive definite: {reason} "
-                         f"{self._listed(order)}. Use fewer states, or a prior.")  # fmt: skip
+        raise NoMaximum(f"the observed information is not positive definite: {reason} "
+                        f"{self._listed(order)}. Use fewer states, or a prior.")  # fmt: skip
 
     def _errors(self, slopes: Tensor) -> Tensor:
         """Standard errors ``(*)`` given gradients ``(*, P)``; NaN if these lie along ``flat``."""
