@@ -303,8 +303,8 @@ class HeldOut:
         if nats < min((past.nats for past in self.history), default=math.inf):
             self.best = [tensor.detach().clone() for tensor in tensors]
         self.history.append(Validation(step, nats))
-        if self.report is not None:
-            self.report(self.history[-1])
+        report = self.report or (lambda _: None)
+        self.group.attempt(lambda: report(self.history[-1]))
         return nats
 
     @property

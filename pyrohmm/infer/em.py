@@ -158,7 +158,7 @@ def fit_em(
     module = module_of(module) if isinstance(module, HMM) else module
     if unweighted(module):
         return fit_smooth(fit_em, **arguments)
-    _check(**arguments | {"module": module})
+    ranks.attempt(partial(_check, **arguments | {"module": module}))
     ranks.check_alike(arguments, data)
     if restarts is not None and restarts > 1 and _without_priors(module):
         return _one_after_another(**arguments | {"module": module})

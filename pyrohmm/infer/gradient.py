@@ -104,11 +104,12 @@ def fit_svi(
         >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
         tensor(True)
     """
-    settings = settings_of(
-        fit_svi, num_iterations=num_iterations, learning_rate=learning_rate, tolerance=tolerance,
-        batch_size=batch_size, validation=validation, **options,
-    )  # fmt: skip
-    data = ProcessGroup.of(settings["group"]).own(data, settings["sharded"])
+    ranks = ProcessGroup.of(options.get("group"))
+    settings = ranks.attempt(partial(
+        settings_of, fit_svi, num_iterations=num_iterations, learning_rate=learning_rate,
+        tolerance=tolerance, batch_size=batch_size, validation=validation, **options,
+    ))  # fmt: skip
+    data = ranks.own(data, settings["sharded"])
     return train(model, guide, data, settings, "SVI")
 
 
@@ -160,15 +161,17 @@ def fit_map(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    settings = settings_of(
-        fit_map, num_iterations=num_iterations, learning_rate=learning_rate, tolerance=tolerance,
-        batch_size=batch_size, validation=validation, **options,
-    )  # fmt: skip
-    check_size("restarts", restarts)
+    ranks = ProcessGroup.of(options.get("group"))
+    settings = ranks.attempt(partial(
+        settings_of, fit_map, num_iterations=num_iterations, learning_rate=learning_rate,
+        tolerance=tolerance, batch_size=batch_size, validation=validation, **options,
+    ))  # fmt: skip
+    ranks.attempt(lambda: check_size("restarts", restarts))
     start = start.start if isinstance(start, Fit) else start
     model = model if priors else with_priors(copy.deepcopy(model), priors)
-    data = ProcessGroup.of(settings["group"]).own(data, settings["sharded"])
-    init_loc_fn = partial(_interior_value, _init_function(start, model, data, restarts))
+    data = ranks.own(data, settings["sharded"])
+    begin = ranks.attempt(lambda: _init_function(start, model, data, restarts))
+    init_loc_fn = partial(_interior_value, begin)
     if restarts == 1:
         params = _begin_points(model, start, data)
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init_loc_fn)

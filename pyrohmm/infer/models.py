@@ -107,7 +107,7 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
 
 def scale_alike(module: HMMModule, data: Sequences | Parts, group: ProcessGroup) -> float:
     """``scale_priors`` by the data of all ranks, alike in all of them; if it fails, all fail."""
-    emission = module.emission_module()
+    emission: Any = module.emission_module()
     found = group.attempt(lambda: _measured(module, emission, data))
     unit, moments = found if not data.sharded else (group.from_first(found[0]), found[1])
     if unit > 0:

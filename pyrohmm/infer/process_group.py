@@ -112,7 +112,9 @@ class ProcessGroup:
 
     def own(self, data: Any, sharded: bool | None) -> Sequences | Parts:
         """The data of a fit, of each rank its own if they are ``sharded``; counts are of all."""
-        found, again = in_parts(data, bool(sharded)), getattr(data, "sharded", False)
+        self.check_alike({"sharded": bool(sharded)})
+        found = self.attempt(lambda: in_parts(data, bool(sharded)))
+        again = getattr(data, "sharded", False)
         if sharded and not again and self.size > 1:
             names = "num_observed", "num_labelled"
             counts = torch.tensor([getattr(found, name) for name in names]).double()

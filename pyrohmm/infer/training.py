@@ -62,8 +62,8 @@ def train(
         restarts: R, of which each has a loss.
         params: State of the parameter store at the start.
     """
-    check_model_and_data(model, data)
     group = ProcessGroup.of(settings["group"])
+    group.attempt(lambda: check_model_and_data(model, data))
     group.check_alike(settings | {"model": model, "restarts": restarts, "fit": method}, data)
     if isinstance(guide, AutoGuide) and "_of_fit_" not in guide._pyro_name:
         # a name of its own, so that Pyro does not share its parameters with another
@@ -294,7 +294,12 @@ class Training(FitLoop):
         if loss.device.type == "cpu" or step % WINDOW == 0:  # or the host would wait
             self._check_ranks()
             self.objective.check_finite(self.losses[-1], step, batch)
-        self.descent.step(self.losses[-1], step + 1)
+        try:
+            self.descent.step(self.losses[-1], step + 1)
+        except Exception as error:  # the next message says it
+            if self.group.size == 1:
+                raise
+            self.error = self.error or error
 
     def _reduced(self, loss: Tensor, parts: Tensor | None) -> tuple[Tensor, Tensor]:
         """Average the loss, its parts and the gradients over the ranks.
@@ -374,7 +379,7 @@ class Training(FitLoop):
 
     def _finish(self, first: list[Tensor]) -> Tensor:
         """Set the final parameters, and return all losses, checked."""
-        self._check_ranks()
+        self.group.together(self.error)
         if self.held_out is not None:
             if not self.held_out.history or self.held_out.history[-1].step != len(self.losses):
                 self._validate(self.held_out)

@@ -99,17 +99,19 @@ def fit_sentences(
 ) -> Fit:
     """Fit a ``LanguageModel`` by AdamW; ``sizes`` are epochs, tokens and streams."""
     module, (num_epochs, batch_tokens, num_streams) = model.module, sizes
-    check_ends("data", model.vocabulary, data)
-    if validation is not None:
-        check_ends("validation", model.vocabulary, validation)
+    group = ProcessGroup.of(options.get("group"))
+    for name, lines in (("data", data), ("validation", validation)):
+        if lines is not None:
+            group.attempt(partial(check_ends, name, model.vocabulary, lines))
     pyro_model = MarginalModel(module)
     batching: dict[str, Any] = {"batch_tokens": batch_tokens}
     read: Sentences = data
     first = copy.deepcopy(module.state_dict())
-    num_iterations, num_tokens = model.num_iterations(data, *sizes), data.num_observed
+    group.check_alike({"sharded": bool(options.get("sharded"))})
+    num_iterations = group.attempt(partial(model.num_iterations, data, *sizes))
+    num_tokens = data.num_observed
     if options.get("sharded"):  # alike in all ranks
         found = torch.tensor([num_iterations, num_tokens])
-        group = ProcessGroup.of(options.get("group"))
         num_iterations, num_tokens = group.most(found).tolist()
         num_tokens *= group.size
     if isinstance(module.dropout, DefaultDropout):  # also if more epochs follow a checkpoint

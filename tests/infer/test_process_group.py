@@ -332,6 +332,7 @@ UNLIKE = {
     "decay": partial(unlike, fit_em, decay=(0.6, 0.7), batch_size=(2, 2)),
     "restarts": partial(unlike, fit_em, restarts=(1, 2)),
     "checkpoint": partial(unlike, fit_em, checkpoint=(None, "x")),
+    "sharded": partial(unlike, fit_map, sharded=(True, None)),
 }
 
 
@@ -367,7 +368,48 @@ def held_out():
     fit_map(plain(), symbols(6), num_iterations=9, validation=validation, batch_size=1)
 
 
+def mine(fit, **settings):
+    """A fit in which the second rank has settings of its own."""
+    pyro.set_rng_seed(0)
+    here = settings if distributed.get_rank() else {}
+    fit(plain() if fit is not fit_em else informed(), symbols(6), **{"num_iterations": 6} | here)
+
+
+def stop(past):
+    raise ValueError("the report has stopped")
+
+
+def reported():
+    pyro.set_rng_seed(0)
+    fit_map(plain(), symbols(6), num_iterations=6, validation=symbols(3), report=stop)
+
+
+def scheduled(last):
+    """A schedule that raises in the second rank alone, at a step."""
+    pyro.set_rng_seed(0)
+
+    def factor(step):
+        if step == last and distributed.get_rank():
+            raise RuntimeError(f"no rate at step {last}")
+        return 1.0
+
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=factor)
+    fit_map(plain(), symbols(6), num_iterations=6, schedule=schedule, tolerance=None)
+
+
+def nothing():
+    pyro.set_rng_seed(0)
+    data = [] if distributed.get_rank() else symbols(6)
+    fit_map(plain(), data, num_iterations=3, sharded=True)
+
+
 FAILING = {
+    "batch_size must be": partial(mine, fit_map, batch_size=0),
+    "decay must lie": partial(mine, fit_em, decay=0.3),
+    "the report has stopped": reported,
+    "no rate at step 3": partial(scheduled, 3),
+    "no rate at step 6": partial(scheduled, 6),
+    "data is empty": nothing,
     "sequence 5 has probability zero": impossible,
     "no memory is left": partial(refused, fit_map, {}),
     "got values from 7 to 7": held_out,
