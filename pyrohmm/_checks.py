@@ -44,6 +44,16 @@ SYNONYMS = [  # names of one argument, here and elsewhere
 ]  # fmt: skip
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
+WORDS = {  # by which fits are asked elsewhere
+    "states": "predict(data)", "viterbi": "predict(data)", "decode": "predict(data)",
+    "transform": "predict_proba(data)", "posterior": "predict_proba(data)",
+    "state_probs": "predict_proba(data)", "posteriors": "predict_proba(data)",
+    "score_samples": "predict_proba(data)", "log_prob": "score(data)",
+    "log_likelihood": "score(data)", "log_evidence": "score(data)", "loglik": "score(data)",
+    "params": "parameters", "transmat_": "hmm(data).log_transition.exp()",
+    "startprob_": "hmm(data).log_initial.exp()", "means_": "hmm(data).emission.mean",
+}  # fmt: skip
+
 
 class PyroValidation:
     """Descriptor: ``validate_args`` defaults to Pyro's global setting.

@@ -18,7 +18,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import check_probs, check_size
+from .._checks import WORDS, check_probs, check_size
 from ..data.sequences import Sequences, check_sequences
 from ..data.steps import read_times
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -41,15 +41,6 @@ POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 SLOW = 10.0  # seconds
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
-WORDS = {  # by which fits are asked elsewhere
-    "states": "predict(data)", "viterbi": "predict(data)", "decode": "predict(data)",
-    "transform": "predict_proba(data)", "posterior": "predict_proba(data)",
-    "state_probs": "predict_proba(data)", "posteriors": "predict_proba(data)",
-    "score_samples": "predict_proba(data)", "log_prob": "score(data)",
-    "log_likelihood": "score(data)", "log_evidence": "score(data)", "loglik": "score(data)",
-    "params": "parameters", "transmat_": "hmm(data).log_transition.exp()",
-    "startprob_": "hmm(data).log_initial.exp()", "means_": "hmm(data).emission.mean",
-}  # fmt: skip
 COLUMNS = ("estimate", "std_error", "lower", "upper")  # of a table of parameters
 NONE = 1e-6  # limits this near to zero and one say nothing
 FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
