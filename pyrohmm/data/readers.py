@@ -143,15 +143,15 @@ def corpus_of(
     """Encode sequences read from a file, with new vocabularies where none are given."""
     if not rows:
         raise malformed(path, 1, "at least one sequence", "a file without any")
-    if not isinstance(vocabulary, Vocabulary):
-        symbols = (s for row in rows for s in row.symbols if s is not None)
-        vocabulary = (vocabulary or Vocabulary.from_counts)(symbols)
     marks = [tag for row in rows for tag in row.tags if tag is not None]
     if tags is None and marks:
-        if vocabulary is not None:
+        if isinstance(vocabulary, Vocabulary):
             text = f"{path} has tags, whose codes must be those of the file that vocabulary is of"
             raise ValueError(f"{text}; got tags=None. Give its corpus.tags, too.")
         tags = Vocabulary.from_counts(marks)
+    if not isinstance(vocabulary, Vocabulary):
+        symbols = (s for row in rows for s in row.symbols if s is not None)
+        vocabulary = (vocabulary or Vocabulary.from_counts)(symbols)
     values, labels = [], []
     for row in rows:
         try:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrohmm import datasets, metrics, readers
+from pyrohmm.data.readers import Entry, corpus_of
 from pyrohmm.data.vocabulary import Vocabulary
 
 patient = settings(deadline=None, max_examples=50)  # the machine may be busy
@@ -203,3 +204,9 @@ def test_english_words_are_sentences_with_rare_words_unknown():
     for few, all_words in zip(sentences, sentences_of(everything), strict=True):
         expected = [w if w in corpus.vocabulary else "<unk>" for w in all_words]
         assert few == expected
+
+
+def test_the_first_file_with_tags_makes_the_vocabularies():
+    corpus = corpus_of("test", [Entry(1, ["a", "b", "a"], ["x", "y", "y"])], vocabulary=None)
+    assert corpus.vocabulary.decode(corpus.data.values[0]) == ["a", "b", "a"]
+    assert corpus.tags.decode(corpus.data.labels[0]) == ["x", "y", "y"]
