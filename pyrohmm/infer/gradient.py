@@ -23,7 +23,7 @@ from ..distributions.sparse import interior
 from ..nn.base import PYRO, HMMModule
 from ..nn.closed_form import under, with_priors
 from ..nn.tabular import SharedRows
-from .descent import MINIBATCHES, FitOptions, settings_of
+from .descent import MINIBATCHES, FitOptions, Settings, settings_of
 from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import is_enumerated, latent_sites, trace_of_batchable
 from .parameters import Values, fitted_in, set_point
@@ -104,11 +104,10 @@ def fit_svi(
         >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
         tensor(True)
     """
-    ranks = ProcessGroup.of(options.get("group"))
-    settings = ranks.attempt(partial(
-        settings_of, fit_svi, num_iterations=num_iterations, learning_rate=learning_rate,
+    ranks, settings = _settings(
+        fit_svi, num_iterations=num_iterations, learning_rate=learning_rate,
         tolerance=tolerance, batch_size=batch_size, validation=validation, **options,
-    ))  # fmt: skip
+    )  # fmt: skip
     data = ranks.own(data, settings["sharded"])
     return train(model, guide, data, settings, "SVI")
 
@@ -161,11 +160,10 @@ def fit_map(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    ranks = ProcessGroup.of(options.get("group"))
-    settings = ranks.attempt(partial(
-        settings_of, fit_map, num_iterations=num_iterations, learning_rate=learning_rate,
+    ranks, settings = _settings(
+        fit_map, num_iterations=num_iterations, learning_rate=learning_rate,
         tolerance=tolerance, batch_size=batch_size, validation=validation, **options,
-    ))  # fmt: skip
+    )  # fmt: skip
     ranks.attempt(lambda: check_size("restarts", restarts))
     start = start.start if isinstance(start, Fit) else start
     model = model if priors else with_priors(copy.deepcopy(model), priors)
@@ -176,6 +174,27 @@ def fit_map(
         params = _begin_points(model, start, data)
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init_loc_fn)
         return train(model, guide, data, settings, "MAP", params=params)
+    _check_restarts(model, data, settings, restarts)
+
+    @wraps(model, assigned=(), updated=())  # so that inspect.unwrap finds the model
+    def batched(batch: Sequences) -> Any:
+        with pyro.plate("restarts", restarts, dim=-2):
+            return model(batch)
+
+    guide = AutoDelta(batched, init_loc_fn=init_loc_fn)
+    return _best(train(batched, guide, data, settings, "MAP", restarts), model)
+
+
+def _settings(fit: Callable[..., Any], **given: Any) -> tuple[ProcessGroup, Settings]:
+    """The ranks of a fit, and its arguments; if those of one rank are wrong, all raise."""
+    ranks = ProcessGroup.of(given.get("group"))
+    return ranks, ranks.attempt(partial(settings_of, fit, **given))
+
+
+def _check_restarts(
+    model: Callable[..., Any], data: Sequences | Parts, settings: Settings, restarts: int
+) -> None:
+    """Raise unless ``model`` can be fitted from several initial values as one batch."""
     for name in ("validation", "elbo"):
         if settings[name] is not None:
             raise ValueError(
@@ -188,14 +207,6 @@ def fit_map(
         trace = trace_of_batchable(model, to_model_device(model, None, example), restarts)
     latent = [trace.nodes[name] for name in latent_sites(trace)[0]]
     check_events({site["name"]: site["fn"] for site in latent if not site["cond_indep_stack"]})
-
-    @wraps(model, assigned=(), updated=())  # so that inspect.unwrap finds the model
-    def batched(batch: Sequences) -> Any:
-        with pyro.plate("restarts", restarts, dim=-2):
-            return model(batch)
-
-    guide = AutoDelta(batched, init_loc_fn=init_loc_fn)
-    return _best(train(batched, guide, data, settings, "MAP", restarts), model)
 
 
 def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
