@@ -176,7 +176,9 @@ print(f"nats per reading: {then:.3f} in the month of the fit, {now:.3f} in the n
 new.head()
 
 # %% [markdown]
-# Where to go on: [covariates](https://pyrohmm.readthedocs.io/en/latest/guide/covariates.html), such as the hour of the day;
-# [random effects](https://pyrohmm.readthedocs.io/en/latest/guide/random_effects.html), if households differ;
+# Where to go on: [covariates](https://pyrohmm.readthedocs.io/en/latest/guide/covariates.html),
+# such as the hour of the day;
+# [random effects](https://pyrohmm.readthedocs.io/en/latest/guide/random_effects.html),
+# if households differ;
 # [how many states](17_number_of_states.ipynb);
 # [is the model right?](https://pyrohmm.readthedocs.io/en/latest/guide/checking.html)
