@@ -24,7 +24,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import arguments, earlier, pyplot, save, write
+from common import arguments, earlier, plain_ticks, pyplot, save, write
 from common.text import Text, brown, read
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -115,8 +115,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         xlabel="seconds of training, one thread", ylabel="held-out perplexity", yscale="log",
         title="Penn Treebank, 4,096 states on two levels in 128 blocks",
     )  # fmt: skip
-    axis.yaxis.set_major_formatter("{x:,g}")
-    axis.yaxis.set_minor_formatter("{x:,g}")
+    plain_ticks(axis.yaxis, (1.6, 1.8, 2.0, 2.2, 2.4, 2.6))
     axis.legend(title="each batch has")
     save(figure, NAME)
 

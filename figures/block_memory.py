@@ -23,7 +23,7 @@ from unittest import mock
 
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import PUBLISHED, arguments, earlier, pyplot, save, write
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -155,23 +155,32 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """Peak memory by states."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (levels, dropout), mark in zip([(2, 0.0), (2, 0.5), (1, 0.0), (1, 0.5)], "o^sv"):
+    for levels, dropout, style in [
+        (1, 0.0, "C1s-"),
+        (2, 0.0, "C0o-"),
+        (1, 0.5, "C1s:"),
+        (2, 0.5, "C0o:"),
+    ]:
         some = [row for row in rows if (row["levels"], row["dropout"]) == (levels, dropout)]
-        label = f"{'two levels' if levels == 2 else 'one level'}, {dropout:.0%} dropped"
-        axis.plot(
-            [row["states"] for row in some], [row["gigabytes"] for row in some], f"{mark}-",
-            label=label,
-        )  # fmt: skip
+        label = f"{'two levels' if levels == 2 else 'one level'}, "
+        label += "half of the states dropped" if dropout else "no dropout"
+        axis.plot([row["states"] for row in some], [row["gigabytes"] for row in some], style,
+                  label=label)  # fmt: skip
     for size in sorted(set(CARDS.values())):
-        axis.axhline(size, color="grey", linewidth=0.8, linestyle="--")
+        axis.axhline(size, color=PUBLISHED, linewidth=0.8, linestyle="--")
+        axis.annotate(f"a card of {size} GB", (8192, size), (0, 2), textcoords="offset points",
+                      color=PUBLISHED, fontsize=9)  # fmt: skip
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.yaxis.set_major_formatter("{x:,g}")
-    axis.set(xlabel="states", ylabel="GB at one time, counted", title="A step on 8,192 tokens")
-    axis.legend()
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
-    plt.close(figure)
+    axis.set(
+        xlabel="states",
+        ylabel="peak memory, GB (counted, not measured)",
+        title="a step of training on 8,192 tokens",
+    )
+    axis.legend(loc="lower right")
+    save(figure, NAME)
 
 
 def main() -> None:

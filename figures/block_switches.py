@@ -82,7 +82,7 @@ def measured(part: str, states: int, count: int, tokens: int, rounds: int) -> di
 def draw(rows: list[dict[str, Any]]) -> None:
     """For each switch the ratio of both ways, where 1 should be at the switch."""
     plt = pyplot()
-    figure, axis = plt.subplots(figsize=(4.5, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     for part in PARTS:
         chosen = [row for row in rows if row["part"] == part]
         for number in sorted({row["tokens"] for row in chosen}):
@@ -96,11 +96,11 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 chosen[0]["switch"], color="0.3", linestyle="--", label="the package switches here"
             )
         axis.axhline(1.0, color="0.3", linewidth=0.8)
-        axis.set(xlabel="number of states", title="transitions on one level", yscale="log")
+        axis.set_xticks(sorted({row["place"] for row in chosen}))
         axis.xaxis.set_major_formatter("{x:,g}")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.legend(loc="lower left")
-    axis.set_ylabel("time, whole matrix / pairs of blocks")
+    axis.set_title("transitions on one level: medians, lowest and highest of five rounds")
+    axis.set(xlabel="number of states", ylabel="time, whole matrix / pairs of blocks")
+    figure.legend(loc="outside lower center", ncols=3)
     save(figure, NAME)
 
 

@@ -200,7 +200,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     rows = sorted(rows, key=lambda row: order.index(row["sampler"]))
     lines = -(-len(rows) // columns)
     figure, axes = plt.subplots(
-        lines, columns, figsize=(10, 1.7 * lines + 0.8), sharex=True, sharey=True,
+        lines, columns, figsize=(10, 1.9 * lines + 0.8), sharex=True, sharey=True,
         layout="constrained", squeeze=False,
     )  # fmt: skip
     for panel in axes.flat[len(rows) :]:
@@ -221,7 +221,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         title = row["sampler"].replace("gibbs", "Gibbs").replace("hmc", "HMC")
         title = title.replace("svi", "SVI").replace("laplace", "Laplace")
         what = "log density" if name == "lp" else name.split(".")[-1]
-        panel.set_title(f"{title}\n{row['model']}: {what}", fontsize=8)
+        panel.set_title(f"{title}\n{row['model']}\n{what}", fontsize=8)
         panel.set(xticks=[0, BINS - 1], xticklabels=["low", "high"], ylim=(0, TOP))
     figure.supxlabel("rank of the true value among the samples, in eight bins", fontsize=10)
     figure.supylabel("data sets in the bin / expected number", fontsize=10)

@@ -114,14 +114,19 @@ def draw(rows: list[dict[str, Any]]) -> None:
             _vectors(axes[2], row, "emit", "symbol")
             image = _matrix(axes[3], row["emission"], "symbol", "state")
             axes[0].set_ylabel(f"{row['when']} the fit", fontsize=12)
-        titles = "embeddings of states", "transition matrix A", "of emissions", "emission matrix B"
+        titles = (
+            "embeddings of states",
+            "transition matrix A",
+            "embeddings of emissions",
+            "emission matrix B",
+        )
         for axes, title in zip(grid[0], titles):
             axes.set_title(title)
         figure.colorbar(image, ax=grid, label="probability", aspect=40)
         save(figure, "densehmm_embeddings")
 
         (row,) = (row for row in rows if row["part"] == "cosines")
-        figure, axes = plt.subplots(figsize=(7.5, 6.5), layout="constrained")
+        figure, axes = plt.subplots(figsize=(8, 7), layout="constrained")
         picture = axes.imshow(row["cosines"], vmin=-1.0, vmax=1.0, cmap="RdBu_r")
         axes.set_xticks(range(len(row["words"])), row["words"], rotation=90, fontsize=8)
         axes.set_yticks(range(len(row["words"])), row["words"], fontsize=8)

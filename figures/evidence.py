@@ -130,14 +130,14 @@ def draw(rows: list[dict[str, Any]]) -> None:
             axes.errorbar(places, values, errors, fmt="o", ms=4, capsize=3, label=label)
         known = {row["states"]: row["exact"] for row in rows if row["part"] == part}
         known = {k: value for k, value in known.items() if value is not None}
-        axes.plot(list(known), list(known.values()), "kx", label="exact")
+        axes.plot(list(known), list(known.values()), "kx", zorder=3, label="exact")
         bic = [
             (row["states"], row["bic"])
             for row in rows
             if (row["part"], row["sampler"]) == ("casino", "hmc") == (part, "hmc")
         ]
         if bic:
-            axes.plot(*zip(*bic), color="grey", ls="--", label="−BIC / 2")
+            axes.plot(*zip(*bic), color="grey", ls="--", label="−BIC / 2 of the fit by EM")
         axes.set(title=title, xlabel="number of states", xticks=list(STATES))
         axes.legend(frameon=False)
     panels[0].set_ylabel("log marginal likelihood, nats")

@@ -31,7 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # jax would tak
 
 import pyro
 import torch
-from common import arguments, earlier, interleaved, launches, pyplot, save, write
+from common import PUBLISHED, arguments, earlier, interleaved, launches, pyplot, save, write
 from common.problems import Problem as Peer
 from common.problems import jax
 from pyro.distributions import Categorical, DiscreteHMM, Normal
@@ -337,23 +337,29 @@ def draw(rows: list[Row]) -> None:
     for number, method in enumerate(shown):
         points = [(1e3 * found[*p, method]["seconds"], y) for y, p in enumerate(places)
                   if (*p, method) in found]  # fmt: skip
-        axes[0].plot(*zip(*points), "osD^vPX*h"[number % 9], label=method, ms=6)
-    axes[0].set_yticks(range(len(places)), [", ".join(map(str, place)) for place in places])
-    axes[0].set(xscale="log", xlabel="ms of evidence and gradient; N, T, K, V")
+        axes[0].plot(*zip(*points), "osD^vPX*h"[number % 9], label=method, ms=6,
+                     zorder=3 if method == "pyrohmm" else 2)  # fmt: skip
+    axes[0].set_yticks(
+        range(len(places)), ["{:,} × {:,}\nK = {:,}, V = {:,}".format(*place) for place in places]
+    )
+    axes[0].set(xscale="log", xlabel="milliseconds", title="evidence and gradient, N × T symbols")
     axes[0].invert_yaxis()
     figure.legend(loc="outside lower center", ncols=3)
     panels = [
-        ("fits", "ms an iteration", lambda r: (r["fit"].replace(", ", "\n"), 1e3 * r["seconds"])),
+        ("fits", "milliseconds an iteration",
+         lambda r: (r["fit"].replace(", ", "\n"), 1e3 * r["seconds"])),
         ("tokens", "million tokens a second",
          lambda r: (f"K = {r['states']:,}\n{r['method']}", r["tokens_a_second"] / 1e6)),
     ]  # fmt: skip
     for axis, (part, label, of) in zip(axes[1:], panels):
         bars = dict(of(row) for row in rows if row["part"] == part and "skipped" not in row)
-        axis.barh(list(bars), list(bars.values()), color="C0")
+        colors = [PUBLISHED if "PyJuice" in name else "C0" for name in bars]  # another package
+        axis.barh(list(bars), list(bars.values()), color=colors)
         axis.invert_yaxis()
-        axis.set_xlabel(label)
+        axis.grid(visible=False, axis="y")
+        axis.set(xlabel=label, title={"fits": "fits", "tokens": "dense chains"}[part])
     marks = sorted({f"{row['date']}: {row['card']}, version {row['pyrohmm']}" for row in rows})
-    figure.suptitle("; ".join(marks), fontsize=8)
+    figure.suptitle("\n".join(marks), fontsize=9)
     save(figure, NAME)
 
 

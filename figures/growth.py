@@ -28,6 +28,9 @@ from pyrohmm import Sequences, TabularHMM, fit_em, fit_gibbs, metrics, queries
 
 SIZES, QUICK = (10_000, 100_000, 1_000_000), (1_000,)
 SHAPES = "one series", "hundreds", "heavy tail"
+LABELS = dict(
+    zip(SHAPES, ("one long series", "sequences of 100 steps", "lengths with a heavy tail"))
+)
 MOST = 60.0
 ITERATIONS = 4
 FEW = 5_000  # rows with which all loops are compiled
@@ -212,19 +215,22 @@ def draw(rows: list[dict[str, Any]]) -> None:
             place.plot(
                 [row["rows"] for row in of_shape],
                 [max(row["nanoseconds_a_row"], 1.0) for row in of_shape],
-                marker=marker, markersize=4, label=shape,
+                marker=marker, markersize=4, label=LABELS[shape],
             )  # fmt: skip
         title = step if family == "normal" and "EM" not in step else f"{step},\n{family}"
         place.set(xscale="log", yscale="log", ylim=(5, 2e5))
         place.set_title(title.replace(", a tenth", ",\na tenth"), fontsize=9)
     for place in axes.flat[len(panels) :]:
         place.set_visible(False)
-    for row in axes:
-        row[0].set_ylabel("nanoseconds a row")
-    for place in axes[-1]:
-        place.set_xlabel("rows")
+    figure.supxlabel(
+        "rows of data (where a curve is level, time is proportional to them)", fontsize=10
+    )
+    figure.supylabel("nanoseconds of processor time per row, one thread", fontsize=10)
     handles = axes.flat[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside upper center", ncols=len(SHAPES))
+    figure.legend(
+        *handles, loc="outside upper center", ncols=len(SHAPES),
+        title="no point: more than a minute, or refused for the memory of padded sequences",
+    )  # fmt: skip
     save(figure, "growth")
 
 

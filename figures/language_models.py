@@ -32,7 +32,7 @@ similar length, clipped gradients, and the parameters of the best validation. An
 resumed from its checkpoint in the folder ``CHECKPOINTS`` (by default that of temporary files),
 named after the settings. ``minutes`` is the training time, interruptions included.
 
-Writes ``language_models.json`` and ``language_models.png``.
+Writes ``language_models.json``, ``language_models.png`` and ``language_models_ablations.png``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import PUBLISHED, alone, arguments, earlier, pyplot, save, write
+from common import PUBLISHED, alone, arguments, earlier, plain_ticks, pyplot, save, write
 from common.neural_ablations import RandomStatesHMM, ScalarHMM, allocate
 from common.spectrum import transition_spectrum
 from common.text import Text, brown, read
@@ -69,6 +69,7 @@ from pyrohmm.language import WarmupCosine
 from pyrohmm.nn import LinearDropout
 
 NAME = "language_models"
+PERPLEXITIES = (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)  # of the ticks
 
 
 @dataclass(frozen=True)
@@ -408,33 +409,32 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
-    """Perplexity of the best models, their training, and what each change of the bases does."""
+    """Perplexity of the best models and their training; and what each change of the bases does."""
     plt = pyplot()
-    figure = plt.figure(figsize=(10, 12), layout="constrained")
-    upper, middle, lower = figure.subfigures(3, 1, height_ratios=[1, 1.05, 0.9])
-    axes = dict(zip(("states", "wikitext2"), upper.subplots(1, 2)))
-    training = dict(zip(CORPORA, middle.subplots(1, 2)))
-    by_states(rows, baselines, axes["states"], "ptb")
-    by_states(rows, baselines, axes["wikitext2"], "wikitext2")
-    for data, title in CORPORA.items():
-        courses(
-            training[data], [row for row in rows if (row["panel"], row["data"]) == ("best", data)]
-        )
-        training[data].set(xlabel="epochs", ylabel="perplexity of held-out sentences", yscale="log",
-                           title=f"training, {title}")  # fmt: skip
-        training[data].xaxis.get_major_locator().set_params(integer=True)
-        ticks(training[data])
-    axes |= {f"training {data}": axis for data, axis in training.items()}
-    axes |= dict(zip(PANELS, lower.subplots(1, 2)))
-    for panel, title in PANELS.items():
-        lines = [line for line in summary(rows) if line["panel"] == panel]
-        ablations(axes[panel], lines, rows, title)
-    for name, axis in axes.items():
-        handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
-        title = "half: of the half of the text that chose the epoch" if "training" in name else None
-        axis.legend(handles.values(), handles.keys(), labelspacing=0.3, loc="upper right",
-                    title=title, title_fontsize=8.5)  # fmt: skip
+    figure, axes = plt.subplots(2, 2, figsize=(10, 10), layout="constrained")
+    for (upper, lower), (data, title) in zip(axes.T, CORPORA.items()):
+        by_states(rows, baselines, upper, data)
+        legend(upper)
+        courses(lower, [row for row in rows if (row["panel"], row["data"]) == ("best", data)])
+        lower.set(xlabel="epochs", ylabel="held-out perplexity", yscale="log",
+                  title=f"{title}, during training")  # fmt: skip
+        lower.xaxis.get_major_locator().set_params(integer=True)
+        plain_ticks(lower.yaxis, PERPLEXITIES)
+        legend(lower, "solid: the whole text; dashed: the half that chose the epoch")
     save(figure, NAME)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
+    for axis, (panel, title) in zip(axes, PANELS.items()):
+        lines = [line for line in summary(rows) if line["panel"] == panel]
+        ablations(axis, lines, rows, title)
+        legend(axis)
+    save(figure, f"{NAME}_ablations")
+
+
+def legend(axis: Any, title: str | None = None) -> None:
+    """Each name once."""
+    handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
+    axis.legend(handles.values(), handles.keys(), labelspacing=0.3, loc="upper right",
+                title=title, title_fontsize=8.5)  # fmt: skip
 
 
 def courses(axis: Any, rows: list[dict[str, Any]]) -> None:
@@ -454,8 +454,7 @@ def courses(axis: Any, rows: list[dict[str, Any]]) -> None:
         if row.get("first") is not None:
             label += ", resumed"
         half = "unseen_perplexity" in row  # the other half of the text did not choose the epoch
-        style = ".--" if half else ".-"
-        (line,) = axis.plot(*zip(*row["course"]), style, label=label + (" (half)" if half else ""))
+        (line,) = axis.plot(*zip(*row["course"]), ".--" if half else ".-", label=label)
         kept = min(row["course"], key=lambda point: point[1])
         axis.plot(*kept, "o", color=line.get_color(), ms=9, markerfacecolor="none")
     axis.plot(
@@ -516,13 +515,12 @@ def by_states(
         axis.plot([states, states], spread, "D-", color=PUBLISHED, label="paper, one level")
     axis.set_xscale("log", base=2)
     powers = range(10, 17) if data == "ptb" else (14, 15)
-    axis.set_xticks([2**power for power in powers], [f"{2**power:,}" for power in powers],
-                    fontsize=8)  # fmt: skip
+    axis.set_xticks([2**power for power in powers], [f"{2**power:,}" for power in powers])
     axis.set_xlim(*(600, 130_000) if data == "ptb" else (10_000, 50_000))
     axis.set(xlabel="states", ylabel="held-out perplexity, the whole text", yscale="log",
              title=CORPORA[data])  # fmt: skip
     axis.set_ylim((102, 270) if data == "ptb" else (155, 275))
-    ticks(axis)
+    plain_ticks(axis.yaxis, PERPLEXITIES)
     lines_of(baselines, CORPORA[data], axis, "left")
 
 
@@ -549,15 +547,6 @@ def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any, side: str | 
             (0, 3 if above else -3), axis.get_yaxis_transform(), "offset points", ha=side,
             va="bottom" if above else "top", fontsize=8, color="0.3",
         )  # fmt: skip
-
-
-def ticks(axis: Any) -> None:
-    """Label a logarithmic axis with perplexities, not with powers of ten."""
-    from matplotlib.ticker import LogLocator, StrMethodFormatter
-
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)))
-    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
-    axis.minorticks_off()
 
 
 def ends(value: float | list[float] | tuple[float, float]) -> tuple[float, float]:

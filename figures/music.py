@@ -30,6 +30,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
+from common import PUBLISHED as GREY
 from common import alone, earlier, public_files, pyplot, save, write
 from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -534,21 +535,23 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[str, str, int, int]]:
 def draw(rows: list[dict[str, Any]]) -> None:
     """The best of each kind beside published numbers."""
     plt = pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
     for axis, name in zip(axes.flat, NAMES):
         ours = [row for row in rows if row["music"] == name and row["chosen"]]
         ours = [row for row in ours if not row["model"].startswith("example")]
         bars = [(f"{LABELS[row['model']]}, {row['states']}", row["test"], "C0") for row in ours]
         bars += [
-            (kind.split(" (")[0] + ", " + kind[-5:-1], nats[name], "C7")
+            (kind.split(" (")[0] + ", " + kind[-5:-1], nats[name], GREY)
             for kind, nats in PUBLISHED.items()
             if name in nats
         ]
         bars.sort(key=lambda bar: -bar[1])
         labels, lengths, colours = zip(*bars)
         axis.barh(labels, lengths, color=colours)
-        axis.set(title=TITLES[name], xlabel="test nats per step; grey: published")
+        axis.set(title=TITLES[name], xlabel="test nats per step")
         axis.grid(visible=False, axis="y")
+    figure.suptitle("the best of each kind and its number of states; grey: published, by year",
+                    fontsize=10)  # fmt: skip
     save(figure, "music")
 
 

@@ -376,19 +376,22 @@ def main() -> None:
         write("posterior", known, numpyro="0.22.0")
         return
     known, plt = earlier("posterior"), pyplot()
-    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
     for i, (sampler, label) in enumerate(LABELS.items()):
         axes.bar(0, 0, color=f"C{i}", label=label)
         for run in known:
-            if run["sampler"] == sampler and run["bulk a second"] > 0:
+            if run["sampler"] == sampler:
                 axes.bar(
                     MODELS.index(run["model"]) + 0.14 * (i - 2.5), run["bulk a second"], 0.13,
                     color=f"C{i}", alpha=1.0 if run["rhat"] <= 1.01 else 0.25,
                 )  # fmt: skip
+        run = {run["model"] for run in known if run["sampler"] == sampler}
+        for place in (n for n, name in enumerate(MODELS) if name not in run):
+            axes.text(place + 0.14 * (i - 2.5), 0.02, "not run", rotation=90, ha="center",
+                      va="bottom", fontsize=8, color=f"C{i}",
+                      transform=axes.get_xaxis_transform())  # fmt: skip
     axes.set_xticks(range(len(MODELS)), [TITLES.get(name, name) for name in MODELS])
-    axes.set_title(
-        "pale: R-hat above 1.01, not converged; no bar: not run, or below 0.1", fontsize=9
-    )
+    axes.bar(0, 0, color="0.8", label="pale: not converged, R-hat above 1.01")
     axes.set(yscale="log", ylabel="effective samples per second", xlim=(-0.6, len(MODELS) - 0.4),
              xlabel="model")  # fmt: skip
     axes.grid(visible=False, axis="x")

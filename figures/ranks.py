@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, Peak, arguments, earlier, own_memory, pyplot, write
+from common import Peak, arguments, earlier, own_memory, pyplot, save, write
 from pyro.infer.autoguide import AutoNormal
 from torch import distributed
 
@@ -268,7 +268,7 @@ def corpus(quick: bool) -> list[dict[str, Any]]:
 def draw(rows: list[dict[str, Any]]) -> None:
     """Draw processor time by the number of ranks."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, layout="constrained")
     for axis, part in zip(axes, PARTS):
         some = [row for row in rows if row["part"] == part]
         if not some:
@@ -277,13 +277,12 @@ def draw(rows: list[dict[str, Any]]) -> None:
             line = [(row["ranks"], row["times"]) for row in some if row["fit"] == name]
             label = name if part == "fits" else f"{int(name):,} tokens in a minibatch"
             axis.plot(*zip(*line), marker="o", label=label)
-        axis.axhline(1.3, color="grey", linewidth=0.8, linestyle=":")
-        axis.set(xlabel="ranks", xticks=RANKS)
+        axis.axhline(1.0, color="0.3", linewidth=0.8, linestyle=":", label="perfect division")
+        axis.set(xlabel="ranks (processes)", xticks=RANKS)
         axis.set_title("fits" if part == "fits" else f"neural model of {STATES:,} states")
-        axis.legend()
-    axes[0].set_ylabel("processor time of all ranks\nover that of one")
-    figure.tight_layout()
-    figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
+        axis.legend(loc="upper left")
+    axes[0].set_ylabel("processor time of all ranks\n/ that of one")
+    save(figure, NAME)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import arguments, earlier, interleaved, pyplot, ratio, save, write
+from common import arguments, earlier, interleaved, plain_ticks, pyplot, ratio, save, write
 from common.problems import CategoricalHMM, Problem, VectorProblem, dynamax, jax, jnp
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, TraceEnum_ELBO
@@ -720,15 +720,17 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 bars.annotate(label, (x, middle), (5, 0), textcoords="offset points", fontsize=9,
                               va="center")  # fmt: skip
             else:
-                bars.text(place + 0.17 * (n - 2), 1.15, "–", ha="center", color="0.3")
+                bars.text(place + 0.17 * (n - 2), 1.2, "not measured", rotation=90, fontsize=8,
+                          color=f"C{n}", ha="center", va="bottom")  # fmt: skip
     bars.axhline(1, color="black", linewidth=0.8)
     bars.set_yscale("log")
+    plain_ticks(bars.yaxis, (1.0,))
     shapes = [f"N = {n:,}, T = {t:,}\nK = {k:,} states" for n, t, k, _ in SHAPES]
     bars.set_xticks(range(len(SHAPES)), shapes)
     bars.set_ylabel("times as long as pyrohmm")
     bars.set_title(
         "evidence and gradient, float32, two threads: time of others / time of pyrohmm "
-        "(median, fastest, slowest; –: not measured)"
+        "(median, fastest, slowest)"
     )
     bars.grid(visible=False, axis="x")
     bars.set_xlim(-0.5, len(SHAPES) - 0.5)
@@ -747,6 +749,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
             if points:
                 panel.loglog(*zip(*points), style, marker="o", markersize=4, label=name)
         panel.set_xlabel(f"{letter}, number of {meaning}")
+        plain_ticks(panel.yaxis)
         panel.set_title(fixed[letter])
     axes["N"].set_ylabel("milliseconds")
     axes["T"].legend(loc="upper left")

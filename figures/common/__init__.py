@@ -64,6 +64,15 @@ def pyplot() -> Any:
     return plt
 
 
+def plain_ticks(axis: Any, subs: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
+    """Label a logarithmic axis with plain numbers at ``subs`` of each power of ten."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:,.4g}")
+
+
 def save(figure: Any, name: str) -> None:
     """Write ``figures/NAME.png`` and close the picture."""
     from matplotlib import pyplot as plt

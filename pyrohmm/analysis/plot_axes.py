@@ -27,20 +27,25 @@ def axes_or_new(axes: Axes | None) -> Axes:
     return imported("matplotlib.pyplot").subplots(layout="constrained")[1]
 
 
-def places_of(x: Any, count: int) -> tuple[Any, str]:
-    """Places of ``count`` steps on an axis, and its label: numbers or dates ``x``, else numbers.
+def places_of(x: Any, count: int, axes: Axes) -> Any:
+    """Places of ``count`` steps on the horizontal axis: numbers or dates ``x``, else numbers.
 
     Dates with a time zone are drawn as local times; a column of a table names the axis.
     """
+    axes.set_xlabel("step" if x is None else getattr(x, "name", None) or "time")
     if x is None:
-        return np.arange(count), "step"
+        return np.arange(count)
     clock = getattr(x, "dt", x)  # of a pandas.Series
     local = clock.tz_localize(None) if getattr(clock, "tz", None) is not None else x
     places = to_numpy(local)
     if places.shape != (count,):
         text = f"x must have a time for each of the {count} steps, (T,); got shape"
         raise ValueError(f"{text} {places.shape}. Give those of the sequence that is drawn.")
-    return places, getattr(x, "name", None) or "time"
+    if places.dtype.kind == "M":  # dates, written once beside the axis and shortly along it
+        dates = imported("matplotlib.dates")
+        ticks = dates.AutoDateLocator(maxticks=8)
+        axes.xaxis.set(major_locator=ticks, major_formatter=dates.ConciseDateFormatter(ticks))
+    return places
 
 
 def names_or_numbers(
@@ -140,10 +145,11 @@ def legend_above(axes: Axes, labels: Sequence[str] = ()) -> None:
         bar.ax.minorticks_off()
         bar.ax.invert_yaxis()
         return
-    longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0) + 6  # with its line
-    columns = max(1, min(6, int(_room(axes)[0] / (6 * longest))))
-    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False,
-                handlelength=1.0, columnspacing=1.0)  # fmt: skip
+    texts = axes.get_legend_handles_labels()[1]
+    # a letter is 1/12 inch wide, a line and a gap 0.4
+    rows = 1 + int(sum(len(text) / 12 + 0.4 for text in texts) * axes.figure.dpi / axes.bbox.width)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=-(-len(texts) // rows) or 1,
+                frameon=False, handlelength=1.0, columnspacing=1.0)  # fmt: skip
 
 
 def bands(

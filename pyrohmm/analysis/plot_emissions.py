@@ -176,8 +176,7 @@ def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> A
     name_ticks(axes.xaxis, symbols)
     name_ticks(axes.yaxis, labels, [size - 0.6 - k for k in range(size)])
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(0, size)
-    axes.set_xlabel(f"symbol (the highest bar is a probability of {top:.2f})")
+    axes.set(ylim=(0, size), xlabel=f"symbol (the highest bar is a probability of {top:.2f})")
     axes.spines[["top", "right", "left"]].set_visible(False)
     return axes
 

@@ -191,11 +191,11 @@ def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     check_fit(fit)
     axes = axes_or_new(axes)
     count = max(fit.num_observed, 1)
+    axes.plot((fit.losses.cpu() / count).numpy(), color="C0", zorder=3, label="best restart")
     if fit.restarts is not None:
-        for number, curve in enumerate(fit.restarts.losses.cpu()):
-            if number != fit.restarts.best:
-                axes.plot((curve / count).numpy(), color="0.75", linewidth=0.8)
-    axes.plot((fit.losses.cpu() / count).numpy(), color="C0")
+        others = np.delete(fit.restarts.losses.cpu().numpy() / count, fit.restarts.best, 0)
+        axes.plot(others.T, color="0.75", lw=0.8, label=["the others", *"_" * (len(others) - 1)])
+        legend_above(axes)
     axes.set(xlabel="step", ylabel="loss, nats per observation")
     axes.locator_params(axis="x", integer=True)
     return axes
@@ -228,18 +228,19 @@ def forecast(
             f"{text}; got {tuple(predicted.shape())} and {past}. Index one sequence n: "
             "fit.hmm(data[n : n + 1]).forecast(data[n : n + 1].values, H)."
         )
-    places, label = places_of(x, start + ahead)
     axes = axes_or_new(axes)
+    places = places_of(x, start + ahead, axes)
     if values is not None:
         observed = values.detach().reshape(-1).cpu().numpy()
         axes.plot(places[:start], observed, color="0.3", label="observed")
     steps = places[start:]
-    for level in sorted(levels, reverse=True):
+    for n, level in enumerate(sorted(levels, reverse=True)):
         low, high = (end.reshape(-1).cpu().numpy() for end in predicted.interval(level))
-        axes.fill_between(steps, low, high, color="C0", alpha=0.25, lw=0.0, label=f"{level:.0%}")
+        axes.fill_between(steps, low, high, color="C0", alpha=0.25 + 0.5 * n / len(levels), lw=0.0,
+                          label=f"{level:.0%}")  # fmt: skip
     median = predicted.quantiles([0.5]).reshape(-1).cpu().numpy()
     axes.plot(steps, median, color="C0", label="median")
-    axes.set(xlabel=label, ylabel="observation")
+    axes.set_ylabel("observation")
     legend_above(axes)
     return axes
 
@@ -341,13 +342,10 @@ def state_probs(
         raise ValueError(f"{text}. Give fit.predict_proba(data[:1]).")
     labels = names_or_numbers(names, probs.size(1), "state ")
     axes = axes_or_new(axes)
-    shares = probs.detach().cpu().mT.numpy()
-    places, label = places_of(x, len(probs))
-    axes.stackplot(places, shares, labels=labels, step="mid", alpha=0.85,
-                   colors=colors_of(len(labels)))  # fmt: skip
-    if len(probs) > 1:
-        axes.set_xlim(places[0], places[-1])
-    axes.set(ylim=(0, 1), xlabel=label, ylabel="probability")
+    axes.stackplot(places_of(x, len(probs), axes), probs.detach().cpu().mT.numpy(), labels=labels,
+                   step="mid", alpha=0.85, colors=colors_of(len(labels)))  # fmt: skip
+    axes.margins(x=0)
+    axes.set(ylim=(0, 1), ylabel="probability")
     legend_above(axes, labels)
     return axes
 
@@ -447,7 +445,7 @@ def series(
     drawn, observed = hmm.exists.reshape(-1).cpu(), hmm.known.reshape(-1).cpu()
     numbers = values.detach().reshape(-1, size).cpu().double()
     numbers = numbers.masked_fill(~observed.unsqueeze(-1), torch.nan)
-    steps, label = places_of(x, len(path))
+    steps = places_of(x, len(path), panels[-1])
     ends = (end.reshape(-1, size).cpu().mT for end in band)
     for d, (panel, own, low, high) in enumerate(zip(panels, numbers.mT, *ends)):
         panel.fill_between(steps[drawn.numpy()], low[drawn].numpy(), high[drawn].numpy(),
@@ -457,7 +455,6 @@ def series(
             chosen = (path == k) & ~own.isnan()
             panel.plot(steps[chosen.numpy()], own[chosen].numpy(), "o", ms=4, **style)
         panel.set_ylabel("observation" if size == 1 else f"component {d}")
-    panels[-1].set_xlabel(label)
     legend_above(panels[0], labels)
     return axes
 
@@ -508,7 +505,6 @@ def track(
     else:
         middle = places[..., 1].nanmean().deg2rad().cos().item()
         axes.set(xlabel="longitude", ylabel="latitude", aspect=1 / max(middle, 0.01))
-    axes.set_adjustable("datalim")
     legend_above(axes, labels)
     return axes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pyro import distributions as dist
 
-from pyrohmm import HMM, HSMM, plots, queries
+from pyrohmm import HMM, HSMM, TabularHMM, categorical, datasets, fit_em, plots, queries
 from pyrohmm.distributions import (
     Censored,
     Truncated,
@@ -327,8 +327,19 @@ def test_steps_lie_at_their_times_in_local_hours(axes):
     axes.clear()
     plots.state_probs(torch.full((4, 2), 0.5), x=when, axes=axes)
     assert axes.get_xlim() == (local[0], local[-1])
+    assert axes.xaxis.get_major_formatter().format_ticks(local)[1:] == ["01:00", "03:00", "04:00"]
     axes.clear()
     plots.forecast(hmm.forecast(values, 2), values, x=np.arange(6) + 10.0, axes=axes)
     assert axes.lines[-1].get_xdata().tolist() == [14.0, 15.0]
     with pytest.raises(ValueError, match="x must have a time for each of the 4 steps"):
         plots.state_probs(torch.full((4, 2), 0.5), x=when[1:], axes=axes)
+
+
+def test_losses_of_restarts_are_grey_and_named_once(axes):
+    rolls = datasets.casino(num_sequences=4, num_steps=20).without_labels()
+    fit = fit_em(TabularHMM(2, categorical(6)), rolls, num_iterations=4, restarts=3)
+    plots.losses(fit, axes=axes)
+    best = fit.losses / rolls.num_observed
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), best)
+    assert [line.get_color() for line in axes.lines] == ["C0", "0.75", "0.75"]
+    assert texts(axes.get_legend().get_texts()) == ["best restart", "the others"]
