@@ -121,18 +121,22 @@ class Settings(FitOptions):
     validation: Sequences | None
 
 
-def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:
+def settings_of(fit: Callable[..., Any], arguments: dict[str, Any]) -> Settings:
     """Settings of a gradient fit: all arguments by name, None where not given.
+
+    Args:
+        fit: The function that was called.
+        arguments: Of it, and further ones as ``options``.
 
     Raises:
         TypeError: If there is no argument of such a name.
         ValueError: If a number is out of its range, or an argument excludes or needs another.
     """
     known = Settings.__annotations__
-    for name in given:
+    for name in arguments["options"]:
         if name not in known:
             raise unknown_argument(fit, name, [*inspect.signature(fit).parameters, *known])
-    settings: Any = dict.fromkeys(known) | given
+    settings: Any = {name: arguments.get(name) for name in known} | arguments["options"]
     check_tolerance(settings["tolerance"])
     for name in ("num_iterations", "batch_size", "batch_tokens", "validate_every", "patience"):
         if settings[name] is not None:
@@ -303,8 +307,9 @@ class HeldOut:
         if nats < min((past.nats for past in self.history), default=math.inf):
             self.best = [tensor.detach().clone() for tensor in tensors]
         self.history.append(Validation(step, nats))
-        report = self.report or (lambda _: None)
-        self.group.attempt(lambda: report(self.history[-1]))
+        with self.group:
+            if self.report is not None:
+                self.report(self.history[-1])
         return nats
 
     @property

@@ -149,38 +149,38 @@ def fit_em(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    ranks = ProcessGroup.of(group)
-    data = ranks.own(data, sharded)
     if isinstance(start, Fit):
         start = start.start | start.parameters  # which may be zero
     # for checkpoints, with ``module`` as given: an HMM is a start, too
-    arguments = {name: each for name, each in locals().items() if name != "ranks"}
+    arguments = dict(locals())
     module = module_of(module) if isinstance(module, HMM) else module
-    if unweighted(module):
-        return fit_smooth(fit_em, **arguments)
-    ranks.attempt(partial(_check, **arguments | {"module": module}))
-    ranks.check_alike(arguments, data)
-    if restarts is not None and restarts > 1 and _without_priors(module):
-        return _one_after_another(**arguments | {"module": module})
-    # what is fitted, and how
-    module = with_priors(copy.deepcopy(module), priors)
-    longer = num_iterations > 1 or checkpoint is not None  # a checkpoint may be resumed for more
-    several_tried = start is None and tolerance is not None and longer
-    for tried in (several_tried, False):  # if several fail, one start names what is wrong
-        parameters = Parameters(module, data, restarts or 1, log_prior, ranks)
-        maximize = Maximization(parameters, transition_step, gradient_step)
-        plan = StartSearch(parameters, maximize, start, restarts, tried, batch_size is None)
-        loop = Loop(
-            parameters, maximize, ranks, num_iterations=num_iterations, tolerance=tolerance,
-            batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
-            progress=progress, large=plan.large,
-        )  # fmt: skip
-        # begin, or resume; iterate; the best restart
-        identity = partial(_identity, arguments, parameters)
-        if loop.resume(checkpoint, identity, generator, parameters.points):
-            break
-        if ranks.from_first(torch.tensor(ranks.attempt(plan.begin))):
-            break
+    with ProcessGroup.of(group) as ranks:
+        arguments["data"] = data = ranks.own(data, sharded)
+        if unweighted(module):
+            return fit_smooth(fit_em, **arguments)
+        _check(**arguments | {"module": module})
+        ranks.check_alike(arguments, data)
+        if restarts is not None and restarts > 1 and _without_priors(module):
+            return _one_after_another(**arguments | {"module": module})
+        # what is fitted, and how
+        module = with_priors(copy.deepcopy(module), priors)
+        longer = num_iterations > 1 or checkpoint is not None  # one may be resumed for more
+        several_tried = start is None and tolerance is not None and longer
+        for tried in (several_tried, False):  # if several fail, one start names what is wrong
+            parameters = Parameters(module, data, restarts or 1, log_prior, ranks)
+            maximize = Maximization(parameters, transition_step, gradient_step)
+            plan = StartSearch(parameters, maximize, start, restarts, tried, batch_size is None)
+            loop = Loop(
+                parameters, maximize, ranks, num_iterations=num_iterations, tolerance=tolerance,
+                batch_size=batch_size, decay=decay, acceleration=acceleration,
+                generator=generator, progress=progress, large=plan.large,
+            )  # fmt: skip
+            # begin, or resume; iterate; the best restart
+            identity = partial(_identity, arguments, parameters)
+            if loop.resume(checkpoint, identity, generator, parameters.points):
+                break
+            if ranks.from_first(torch.tensor(plan.begin())):
+                break
     loop.run()
     fit = _finish(loop)
     fit.notes += plan.notes

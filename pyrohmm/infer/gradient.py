@@ -14,7 +14,6 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_sample, init_to_value
 from torch import nn
 
-from .._checks import check_size
 from .._choices import first_values
 from ..data.parts import Parts, first_sequence, parts_of
 from ..data.sequences import Sequences
@@ -23,15 +22,14 @@ from ..distributions.sparse import interior
 from ..nn.base import PYRO, HMMModule
 from ..nn.closed_form import under, with_priors
 from ..nn.tabular import SharedRows
-from .descent import MINIBATCHES, FitOptions, Settings, settings_of
-from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
+from .descent import MINIBATCHES, FitOptions, Settings
+from .models import EnumeratedModel, MarginalModel, exclusive, to_model_device
 from .objective import is_enumerated, latent_sites, trace_of_batchable
 from .parameters import Values, fitted_in, set_point
 from .plates import Point, check_events, narrow
-from .process_group import ProcessGroup
 from .results import POINT, WINDOW, Fit, Restarts
 from .starts import by_kmeans, seen_by
-from .training import check_model_and_data, train
+from .training import train
 
 
 @exclusive()
@@ -104,12 +102,7 @@ def fit_svi(
         >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
         tensor(True)
     """
-    ranks, settings = _settings(
-        fit_svi, num_iterations=num_iterations, learning_rate=learning_rate,
-        tolerance=tolerance, batch_size=batch_size, validation=validation, **options,
-    )  # fmt: skip
-    data = ranks.own(data, settings["sharded"])
-    return train(model, guide, data, settings, "SVI")
+    return train(fit_svi, locals(), model, lambda *_: guide, "SVI")
 
 
 @exclusive()
@@ -160,35 +153,26 @@ def fit_map(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    ranks, settings = _settings(
-        fit_map, num_iterations=num_iterations, learning_rate=learning_rate,
-        tolerance=tolerance, batch_size=batch_size, validation=validation, **options,
-    )  # fmt: skip
-    ranks.attempt(lambda: check_size("restarts", restarts))
+    arguments = dict(locals())
     start = start.start if isinstance(start, Fit) else start
     model = model if priors else with_priors(copy.deepcopy(model), priors)
-    data = ranks.own(data, settings["sharded"])
-    begin = ranks.attempt(lambda: _init_function(start, model, data, restarts))
-    init_loc_fn = partial(_interior_value, begin)
-    if restarts == 1:
-        params = _begin_points(model, start, data)
-        guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init_loc_fn)
-        return train(model, guide, data, settings, "MAP", params=params)
-    _check_restarts(model, data, settings, restarts)
 
     @wraps(model, assigned=(), updated=())  # so that inspect.unwrap finds the model
     def batched(batch: Sequences) -> Any:
         with pyro.plate("restarts", restarts, dim=-2):
             return model(batch)
 
-    guide = AutoDelta(batched, init_loc_fn=init_loc_fn)
-    return _best(train(batched, guide, data, settings, "MAP", restarts), model)
+    def guide_of(data: Sequences | Parts, settings: Settings) -> AutoDelta:
+        init = partial(_interior_value, _init_function(start, model, data, restarts))
+        if restarts == 1:
+            _begin_points(model, start, data)
+            return AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init)
+        _check_restarts(model, data, settings, restarts)
+        return AutoDelta(batched, init_loc_fn=init)
 
-
-def _settings(fit: Callable[..., Any], **given: Any) -> tuple[ProcessGroup, Settings]:
-    """The ranks of a fit, and its arguments; if those of one rank are wrong, all raise."""
-    ranks = ProcessGroup.of(given.get("group"))
-    return ranks, ranks.attempt(partial(settings_of, fit, **given))
+    if restarts == 1:
+        return train(fit_map, arguments, model, guide_of, "MAP")
+    return _best(train(fit_map, arguments, batched, guide_of, "MAP", restarts), model)
 
 
 def _check_restarts(
@@ -200,7 +184,6 @@ def _check_restarts(
             raise ValueError(
                 f"{name} needs restarts=1: fit the restarts without it, and give start=fit."
             )
-    check_model_and_data(model, data)
     whole = all(settings[name] is None for name in MINIBATCHES)  # type: ignore[literal-required]
     example = data.buckets[0] if whole and isinstance(data, Sequences) else first_sequence(data)
     with pyro.get_param_store().scope():
@@ -212,19 +195,17 @@ def _check_restarts(
 def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
     """K-means starting values ``(count, ...)`` of emission parameters with flat priors, by name.
 
-    They are the modes given clusters of the observations; none of other emissions.
+    They are the modes given clusters of the observations, under the priors as they are scaled;
+    none of other emissions.
     """
     emission: Any = module.emission_module()
     parts = emission.modules() if hasattr(emission, "m_step") else ()
     if not any(getattr(part, "flat", False) for part in parts):
         return {}
-    module = copy.deepcopy(module)
-    emission = module.emission_module()
     data = seen_by(by_kmeans, next(iter(parts_of(data))))
     numbers = (*module.parameters(), *module.buffers())
     like = next(part for part in numbers if part.is_floating_point())
     with PYRO, torch.no_grad(), poutine.block(), first_values(like.device):
-        scale_priors(module, data)
         weights = by_kmeans(module, data, count)[:, data.observed].to(like.device)
         values = with_past(emission(), data.values)[data.observed].to(like)
         mode, _ = emission.m_step(emission.statistics(values, weights, None))
@@ -234,27 +215,23 @@ def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
 
 def _begin_points(
     model: Callable[..., Any], values: Callable[..., Any] | Values, data: Sequences | Parts
-) -> dict[str, Any] | None:
-    """Start parameters without a prior at ``values``.
-
-    Those of a module are set in place; of a function, a state of the param store is returned.
-    """
+) -> None:
+    """Start parameters without a prior at ``values``: of a module, or in the parameter store."""
     if not isinstance(values, Mapping):
-        return None
+        return
     if isinstance(model, nn.Module):
         for name in (name.removesuffix(POINT) for name, _ in fitted_in(model)):
             if name in values:
                 set_point(model, name, values[name])
-        return None
+        return
     store = pyro.get_param_store()
-    with store.scope() as state, poutine.block(), torch.no_grad():
+    with poutine.block(), torch.no_grad():
         model(data if isinstance(data, Sequences) else first_sequence(data))
         for name in list(store):
             if name in values:
                 store[name] = values[name].clone()
             else:
                 del store[name]
-    return state
 
 
 def _init_function(

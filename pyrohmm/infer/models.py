@@ -106,33 +106,25 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
 
 
 def scale_alike(module: HMMModule, data: Sequences | Parts, group: ProcessGroup) -> float:
-    """``scale_priors`` by the data of all ranks, alike in all of them; if it fails, all fail."""
+    """``scale_priors`` by the data of all ranks, alike in all of them."""
     emission: Any = module.emission_module()
-    found = group.attempt(lambda: _measured(module, emission, data))
-    unit, moments = found if not data.sharded else (group.from_first(found[0]), found[1])
-    if unit > 0:
-        module.set_times(float(unit))
-    if moments is None:
+    if hasattr(module, "set_times"):
+        gaps = next(iter(parts_of(data))).gaps
+        gaps = torch.zeros(0) if gaps is None else gaps[gaps > 0]
+        unit = gaps.median().double() if len(gaps) else torch.zeros((), dtype=torch.float64)
+        unit = group.from_first(unit) if data.sharded else unit
+        if unit > 0:
+            module.set_times(float(unit))
+    if not hasattr(emission, "take_moments"):
         return 0.0
-    if data.sharded:
-        moments = reduce(merged, group.of_all(moments))
-    with torch.no_grad():
-        return float(emission.take_moments(moments))
-
-
-def _measured(module: Any, emission: Any, data: Sequences | Parts) -> tuple[Tensor, Tensor | None]:
-    """Unit of times, zero if there is none, and moments, if the emission has a use for them."""
-    first, unit = next(iter(parts_of(data))), torch.zeros((), dtype=torch.float64)
-    gaps = first.gaps if hasattr(module, "set_times") else None
-    if gaps is not None and bool((gaps > 0).any()):
-        unit += float(gaps[gaps > 0].median())
-    if emission is None or not hasattr(emission, "take_moments"):
-        return unit, None
     with torch.no_grad():
         parts = [part for part in emission.modules() if isinstance(part, CentredEmission)]
         size = max((part.prior_loc.numel() // max(part.dim, 1) for part in parts), default=2)
-        moments = [_moments(part, size, getattr(emission, "lags", 0)) for part in parts_of(data)]
-        return unit, reduce(merged, moments)
+        lags = getattr(emission, "lags", 0)
+        moments = reduce(merged, [_moments(part, size, lags) for part in parts_of(data)])
+        if data.sharded:
+            moments = reduce(merged, group.of_all(moments))
+        return float(emission.take_moments(moments))
 
 
 def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
@@ -148,20 +140,11 @@ def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
     return torch.cat([found, within.to(found)[None]])
 
 
-def units_alike(module: Any, data: Sequences | Parts, group: ProcessGroup) -> None:
-    """``in_units``, in all ranks by the data of the first one; if it fails, all fail."""
-    group.attempt(lambda: in_units(module, data))
-    for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
-        if isinstance(linear, Linear) and data.sharded:
-            for tensor in linear.standardisation:
-                tensor.copy_(group.from_first(tensor))
-
-
-def in_units(module: Any, data: Sequences | Parts | None) -> None:
+def in_units(module: Any, data: Sequences | Parts | None, group: ProcessGroup) -> None:
     """Standardise the covariates of linear predictors by ``data``; with None undo it.
 
-    Of log rates that have not been set, intercepts start at a transition per mean time between
-    steps.
+    All ranks do so by the data of the first one. Of log rates that have not
+    been set, intercepts start at a transition per mean time between steps.
     """
     rows, log_rate = None, 0.0
     if data is not None:
@@ -176,6 +159,8 @@ def in_units(module: Any, data: Sequences | Parts | None) -> None:
     for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
         if isinstance(linear, Linear):
             linear.in_units(rows, log_rate if linear is rates else 0.0)
+            for tensor in linear.standardisation if data is not None and data.sharded else ():
+                tensor.copy_(group.from_first(tensor))
 
 
 def unweighted(module: Any) -> dict[str, Linear]:

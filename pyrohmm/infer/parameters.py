@@ -21,7 +21,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from .coordinates import IDENTITY, Packing
-from .models import LogPrior, build, in_units, scale_alike, to_model_device, units_alike
+from .models import LogPrior, build, in_units, scale_alike, to_model_device
 from .plates import AtValues, LogJoint, check_events
 from .process_group import ProcessGroup
 
@@ -69,8 +69,8 @@ class Parameters:
             self.units = group.from_first(torch.tensor(self.units).double()).item()
             for buffer in module.buffers():
                 buffer.copy_(group.from_first(buffer))
-        units_alike(module, self.data, group)  # a start in units of the data
-        in_units(module, None)
+        in_units(module, self.data, group)  # a start in units of the data
+        in_units(module, None, group)
         with torch.no_grad(), poutine.block(), first_values(self.data.device):
             trace = poutine.trace(lambda: build(module, self.probe)).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -23,7 +23,6 @@ from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..io.files import comparable, difference, digits, fingerprint
 
-Result = TypeVar("Result")
 ALONE = (
     "WORLD_SIZE is {}, and torch.distributed has not been initialised: each process fits alone. "
     "Call torch.distributed.init_process_group() before the fit, or unset WORLD_SIZE."
@@ -38,6 +37,9 @@ KINDS = (FloatingPointError, ValueError, OSError, TypeError)  # of errors that a
 
 class ProcessGroup:
     """The ranks that fit one model; by default this process alone.
+
+    It is a context in which the error of one rank is raised in all: the ranks wait for each other
+    at its end, and before they communicate inside.
 
     Args:
         size: Number of ranks.
@@ -79,6 +81,14 @@ class ProcessGroup:
             )
         return cls(distributed.get_world_size(group), rank, group)
 
+    def __enter__(self) -> ProcessGroup:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.size > 1 and (error is None or isinstance(error, Exception)):
+            if error is None or not hasattr(error, "raised_in_all"):
+                self.together(error)
+
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes files and shows progress."""
@@ -113,9 +123,10 @@ class ProcessGroup:
     def own(self, data: Any, sharded: bool | None) -> Sequences | Parts:
         """The data of a fit, of each rank its own if they are ``sharded``; counts are of all."""
         self.check_alike({"sharded": bool(sharded)})
-        found = self.attempt(lambda: in_parts(data, bool(sharded)))
+        found = in_parts(data, bool(sharded))
         again = getattr(data, "sharded", False)
         if sharded and not again and self.size > 1:
+            self.together()
             names = "num_observed", "num_labelled"
             counts = torch.tensor([getattr(found, name) for name in names]).double()
             counts = self.mean(counts.to(self.device)) * self.size
@@ -185,30 +196,22 @@ class ProcessGroup:
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
             kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
             kind, text = self._objects_from(rank, (kind, text))
-            raise error or kind(f"rank {rank}: {text}")
+            error = error or kind(f"rank {rank}: {text}")
+            vars(error)["raised_in_all"] = True
         if error is not None:
             raise error
 
-    def attempt(self, compute: Callable[[], Result]) -> Result:
-        """What ``compute`` returns, which does not communicate; if it fails in a rank, all fail."""
-        try:
-            found = compute()
-        except Exception as error:  # of whatever kind: the others wait
-            if self.size > 1:
-                self.together(error)
-            raise
-        self.together()
-        return found
-
     def of_first(self, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns in rank 0, where alone it is called; if it fails, all fail."""
-        found = self.attempt(compute if self.is_first else lambda: None)
+        with self:
+            found = compute() if self.is_first else None
         return found if self.size == 1 else self._objects_from(0, found)
 
     def of_all(self, tensor: Tensor) -> list[Tensor]:
         """The ``tensor`` of each rank, all of one shape."""
         if self.size == 1:
             return [tensor]
+        self.together()
         here = tensor.to(self.device)
         found = [torch.empty_like(here) for _ in range(self.size)]
         distributed.all_gather(found, here, group=self.group)
@@ -218,6 +221,7 @@ class ProcessGroup:
         """The values that ``tensor`` has in rank 0; in others it has the same shape."""
         if self.size == 1 or not tensor.numel():
             return tensor
+        self.together()
         numbers = tensor.detach().reshape(-1).view(torch.uint8).to(self.device)
         distributed.broadcast(numbers, self._source(0), self.group)
         return numbers.view(tensor.dtype).reshape(tensor.shape).to(tensor.device)
@@ -231,6 +235,7 @@ class ProcessGroup:
         """
         if self.size == 1:
             return
+        self.together()
         here = {name: comparable(each) for name, each in arguments.items() if name not in OWN}
         if data is not None:
             generator = arguments.get("generator")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -21,6 +21,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from .._checks import check_size
 from .._choices import CACHED, first_values, threads_for
 from .._precision import full_precision
 from .._sync import with_one_wait
@@ -29,11 +30,11 @@ from ..data.parts import Parts, first_sequence, parts_of, weighted
 from ..data.sequences import Sequences, check_sequences
 from ..io.files import identity_of, random_states, set_random_states
 from ..nn.base import HMMModule, in_mode
-from .descent import Descent, HeldOut, Settings, copy_values
+from .descent import Descent, HeldOut, Settings, copy_values, settings_of
 from .graphs import GRAPHS, Replays, is_replayable
 from .layouts import SIDE_BY_SIDE, arranged
 from .loop import FitLoop
-from .models import build, in_units, remarks, scale_alike, to_model_device, units_alike
+from .models import build, in_units, remarks, scale_alike, to_model_device
 from .objective import LEFT, Objective, follow_batches
 from .plates import marks_of, pieces_of, point_of, samples_of
 from .process_group import ProcessGroup
@@ -43,42 +44,40 @@ _guides = count()
 
 
 def train(
+    fit: Callable[..., Any],
+    arguments: dict[str, Any],
     model: Callable[..., Any],
-    guide: Callable[..., Any],
-    data: Sequences | Parts,
-    settings: Settings,
+    guide_of: Callable[..., Any],
     method: str,
     restarts: int = 1,
-    params: dict[str, Any] | None = None,
 ) -> Fit:
-    """Minimise the loss of ``model`` and ``guide`` on ``data`` by gradient steps.
+    """Minimise the loss of a model and a guide by gradient steps.
 
     Args:
+        fit: The function that was called.
+        arguments: Of it, and further ones as ``options``.
         model: The Pyro model; with several restarts, in a plate of them.
-        guide: The Pyro guide.
-        data: The sequences.
-        settings: All else that fits take.
+        guide_of: Called with data and settings, returns the guide; priors are scaled by then.
         method: "MAP" or "SVI".
         restarts: R, of which each has a loss.
-        params: State of the parameter store at the start.
     """
-    group = ProcessGroup.of(settings["group"])
-    group.attempt(lambda: check_model_and_data(model, data))
-    group.check_alike(settings | {"model": model, "restarts": restarts, "fit": method}, data)
-    if isinstance(guide, AutoGuide) and "_of_fit_" not in guide._pyro_name:
-        # a name of its own, so that Pyro does not share its parameters with another
-        unique = f"{guide._pyro_name}_of_fit_{next(_guides)}"
-        for name, part in guide.named_modules():
-            if isinstance(part, PyroModule):
-                part._pyro_name = f"{unique}.{name}" if name else unique
-    module = getattr(inspect.unwrap(model), "module", None)
-    with (
-        pyro.get_param_store().scope(params) as store,
-        in_mode(True, model, guide),
-        _scaled_priors(module, data, group) as units,
-    ):
-        begin = partial(Training, model, guide, data, settings, restarts, units, group)
-        training = group.attempt(begin)
+    alone = inspect.unwrap(model)
+    module = getattr(alone, "module", None)
+    with ProcessGroup.of(arguments["options"].get("group")) as group:
+        check_size("restarts", restarts)
+        settings = settings_of(fit, arguments)
+        data = group.own(arguments["data"], settings["sharded"])
+        check_model_and_data(alone, data)
+        group.check_alike(settings | {"model": model, "restarts": restarts, "fit": method}, data)
+    with ExitStack() as stack:
+        store = stack.enter_context(pyro.get_param_store().scope())
+        stack.enter_context(in_mode(True, model))
+        with group:
+            units = stack.enter_context(_scaled_priors(module, data, group))
+            guide = guide_of(data, settings)
+            _name_apart(guide)
+            stack.enter_context(in_mode(True, guide))
+            training = Training(model, guide, data, settings, restarts, units, group)
         doubts = [] if method == "MAP" or isinstance(module, HMMModule) else training.refusals()
         losses = training.run()
         values = training.objective.points() | training.values()
@@ -93,6 +92,15 @@ def train(
     )  # fmt: skip
 
 
+def _name_apart(guide: Any) -> None:
+    """Give an autoguide a name of its own, so that Pyro shares its parameters with no other."""
+    if isinstance(guide, AutoGuide) and "_of_fit_" not in guide._pyro_name:
+        unique = f"{guide._pyro_name}_of_fit_{next(_guides)}"
+        for name, part in guide.named_modules():
+            if isinstance(part, PyroModule):
+                part._pyro_name = f"{unique}.{name}" if name else unique
+
+
 @contextmanager
 def _scaled_priors(module: Any, data: Sequences | Parts, group: ProcessGroup) -> Iterator[float]:
     """Context: priors scaled to ``data``, alike in all ranks, restored on exit."""
@@ -101,10 +109,10 @@ def _scaled_priors(module: Any, data: Sequences | Parts, group: ProcessGroup) ->
     parts += [module] if hasattr(module, "set_times") else []
     kept = [dict(part._buffers) for part in parts]
     try:
-        units_alike(module, data, group)
+        in_units(module, data, group)
         yield scale_alike(module, data, group) if isinstance(module, HMMModule) else 0.0
     finally:
-        in_units(module, None)
+        in_units(module, None, group)
         for part, buffers in zip(parts, kept):
             part._buffers.update(buffers)
 

@@ -100,15 +100,16 @@ def fit_sentences(
     """Fit a ``LanguageModel`` by AdamW; ``sizes`` are epochs, tokens and streams."""
     module, (num_epochs, batch_tokens, num_streams) = model.module, sizes
     group = ProcessGroup.of(options.get("group"))
-    for name, lines in (("data", data), ("validation", validation)):
-        if lines is not None:
-            group.attempt(partial(check_ends, name, model.vocabulary, lines))
+    with group:
+        for name, lines in (("data", data), ("validation", validation)):
+            if lines is not None:
+                check_ends(name, model.vocabulary, lines)
+        num_iterations = model.num_iterations(data, *sizes)
     pyro_model = MarginalModel(module)
     batching: dict[str, Any] = {"batch_tokens": batch_tokens}
     read: Sentences = data
     first = copy.deepcopy(module.state_dict())
     group.check_alike({"sharded": bool(options.get("sharded"))})
-    num_iterations = group.attempt(partial(model.num_iterations, data, *sizes))
     num_tokens = data.num_observed
     if options.get("sharded"):  # alike in all ranks
         found = torch.tensor([num_iterations, num_tokens])
