@@ -22,7 +22,6 @@ from ..data.sequences import Sequences
 from ..nn.base import in_mode
 from .models import to_model_device
 from .plates import Plates, new_log_evidence
-from .process_group import ProcessGroup
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -253,26 +252,15 @@ class HeldOut:
     """Held-out sequences, their evidence so far, and the best parameters.
 
     Args:
-        model: The Pyro model, which must return an HMM.
-        guide: Its guide.
-        settings: Of the fit: the sequences, whose labels are not used, and when to evaluate them.
-        values: Returns values of the latent variables, as the fit has them now.
+        fit: Its model, which must return an HMM, its guide, its arguments: the sequences, whose
+            labels are not used, and when to evaluate them; and values of the latent variables.
         plates: Of the variables of which each sequence has one; held-out sequences have others,
             which are averaged over their prior.
         every: Number of steps between validations; None for one after each round of minibatches.
-        group: The data-parallel ranks.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
-        settings: Settings,
-        values: Callable[[], dict[str, Tensor]],
-        plates: Plates,
-        every: int | None,
-        group: ProcessGroup,
-    ) -> None:
+    def __init__(self, fit: Any, plates: Plates, every: int | None) -> None:
+        settings, group = fit.arguments, fit.group
         data = cast(Sequences, settings["validation"])
         self.num_observed = data.num_observed
         if self.num_observed == 0:
@@ -284,8 +272,7 @@ class HeldOut:
             parts = cut_by_steps(data.lengths, order, LARGER * tokens)
         else:
             parts = list(order.split(LARGER * size if size else BATCH_SIZE))
-        self.model, self.guide, self.group = model, guide, group
-        self.values, self.plates = values, plates
+        self.fit, self.group, self.plates = fit, group, plates
         self.first = data[:1]
         chosen = [data[part] for part in parts[group.rank :: group.size]]
         self.parts = chosen if plates else [bucket for part in chosen for bucket in part.buckets]
@@ -333,13 +320,10 @@ class HeldOut:
 
     def _log_evidence(self, parts: list[Sequences]) -> Tensor:
         """Log evidence of some data in ``eval()`` mode, at one value of each latent variable."""
-        values, device = self.values(), self._placed(self.first).values.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        with torch.no_grad(), in_mode(False, self.model):
-            for part in map(self._placed, parts):
-                total += new_log_evidence(self.model, values, part, self.plates, NUM_SAMPLES).sum()
+        values, model, total = self.fit.values(), self.fit.model, torch.zeros(()).double()
+        with torch.no_grad(), in_mode(False, model):
+            for part in parts:
+                placed = to_model_device(model, self.fit.guide, part)
+                scores = new_log_evidence(model, values, placed, self.plates, NUM_SAMPLES)
+                total = total.to(scores.device) + scores.sum()
         return total
-
-    def _placed(self, data: Sequences) -> Sequences:
-        """Move held-out data to the device of the fit."""
-        return to_model_device(self.model, self.guide, data)

@@ -170,14 +170,10 @@ def fit_em(
             parameters = Parameters(module, data, restarts or 1, log_prior, ranks)
             maximize = Maximization(parameters, transition_step, gradient_step)
             plan = StartSearch(parameters, maximize, start, restarts, tried, batch_size is None)
-            loop = Loop(
-                parameters, maximize, ranks, num_iterations=num_iterations, tolerance=tolerance,
-                batch_size=batch_size, decay=decay, acceleration=acceleration,
-                generator=generator, progress=progress, large=plan.large,
-            )  # fmt: skip
+            loop = Loop(parameters, maximize, ranks, arguments, plan.large)
             # begin, or resume; iterate; the best restart
             identity = partial(_identity, arguments, parameters)
-            if loop.resume(checkpoint, identity, generator, parameters.points):
+            if loop.resume(identity, parameters.points):
                 break
             if ranks.from_first(torch.tensor(plan.begin())):
                 break

@@ -20,7 +20,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from .._checks import check_size, names_checked
+from .._checks import names_checked
 from .._choices import threads_for
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovRecursions
@@ -34,7 +34,7 @@ from ..nn.family import Emission
 from ..ops import recursions
 from .maximization import joined
 from .mcmc import Hamiltonian, Tuning
-from .models import MarginalModel, check_module, exclusive
+from .models import MarginalModel, check_module, exclusive, to_model_device
 from .parameters import Parameters, Values
 from .results import Fit
 from .sampled import Chains, SampledFit
@@ -99,20 +99,11 @@ def fit_gibbs(
     arguments = dict(locals())
     check_module(module)
     check_sequences("data", data)
-    check_size("num_chains", num_chains)
-    check_size("num_temperatures", num_temperatures)
-    if num_temperatures > 1 and data.labels is not None:
-        raise ValueError("data must have no labels if num_temperatures > 1: use without_labels().")
-    copies = num_chains * num_temperatures
-    parameters = Parameters(copy.deepcopy(module), data, copies, None)
-    if parameters.points:
-        raise ValueError("every parameter must have a prior: give one by PyroSample, or freeze it.")
-    if values is not None:
-        _check_sets(values, data, num_chains, parameters.units)
-    sampler = Gibbs(parameters, progress, num_samples, warmup, num_temperatures, values)
+    sampler = Gibbs(module, data, arguments)
+    parameters = sampler.parameters
     cost = parameters.cost * data.lengths.sum().item()
     with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
-        sampler.run(lambda: sampler.begin(start), checkpoint, arguments)
+        sampler.run(arguments)
     sampler.impute(False)
     supports = {f"module.{site}": space for site, space in parameters.supports.items()}
     return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
@@ -137,23 +128,26 @@ class Gibbs(Chains):
     """Sweeps over the paths and the parameters of all chains.
 
     Args:
+        module: Builds the HMM; it is copied.
+        data: The sequences.
+        arguments: Of the fit, by name.
+
+    Attributes:
         parameters: Those of the chains, as batched restarts.
-        progress: Whether to show a bar.
-        num_samples: How many sweeps are kept.
-        warmup: How many before are not.
-        num_temperatures: R.
-        values: Observations of several data sets, ``(D, N, T, *E)``.
     """
 
-    def __init__(
-        self, parameters: Parameters, progress: bool | None,
-        num_samples: int, warmup: int, num_temperatures: int, values: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.data = cast(Sequences, parameters.data)
-        num_chains = parameters.restarts // num_temperatures
-        super().__init__(self.data, progress, num_samples, warmup, num_chains, num_temperatures)
-        self.parameters = parameters
-        module = parameters.module
+    def __init__(self, module: Any, data: Sequences, arguments: dict[str, Any]) -> None:
+        super().__init__(to_model_device(module, None, data), arguments)
+        if self.ladder.size > 1 and data.labels is not None:
+            text = "data must have no labels if num_temperatures > 1"
+            raise ValueError(f"{text}: use without_labels().")
+        self.parameters = parameters = Parameters(copy.deepcopy(module), data, self.copies, None)
+        if parameters.points:
+            text = "every parameter must have a prior"
+            raise ValueError(f"{text}: give one by PyroSample, or freeze it.")
+        if (values := arguments["values"]) is not None:
+            _check_sets(values, data, len(self.ladder.rungs), parameters.units)
+        self.data, module = cast(Sequences, parameters.data), parameters.module
         self.num_sets = 1 if values is None else len(values)
         fixed = parameters.example.num_steps != parameters.probe.num_steps  # of so many steps
         self.parts = [self.data] if fixed else self.data.buckets
@@ -166,7 +160,7 @@ class Gibbs(Chains):
         emission: Any = module.emission_module()
         conjugate = isinstance(emission, ConjugateSampler)
         conjugate = conjugate and not has_foreign_priors(cast(Any, emission))
-        if num_temperatures > 1 and conjugate:  # a power of a sum is no sum of powers
+        if self.ladder.size > 1 and conjugate:  # a power of a sum is no sum of powers
             parts = (part for part in emission.modules() if isinstance(part, Emission))
             every = [part.values for part in self.parts]
             conjugate = not any(part.augments(some) for part in parts for some in every)

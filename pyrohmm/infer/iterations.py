@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -50,7 +50,12 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
 class Loop(FitLoop):
     """The iterations of EM: E-step, convergence, M-step; restarts that are given up.
 
-    Arguments are those of :func:`pyrohmm.fit_em`.
+    Args:
+        parameters: Those of the module.
+        maximize: The M-step.
+        group: The data-parallel ranks.
+        arguments: Those of :func:`pyrohmm.fit_em`, by name.
+        large: Whether the data are so large that few restarts go on.
 
     Attributes:
         decay: Of the step sizes with which statistics of minibatches are averaged; None if there
@@ -64,7 +69,6 @@ class Loop(FitLoop):
         log_priors: ``(R,)``, at each iteration.
         alive: The restarts that go on.
         settled: Which of these have converged.
-        large: Whether the data are so large that few restarts go on.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
         last: Sums of the last E-step.
     """
@@ -72,21 +76,11 @@ class Loop(FitLoop):
     further = 1  # losses besides one for each step: that at the end
 
     def __init__(
-        self,
-        parameters: Parameters,
-        maximize: Maximization,
-        group: ProcessGroup,
-        *,
-        num_iterations: int,
-        tolerance: float | None,
-        batch_size: int | None = None,
-        decay: float = 0.7,
-        acceleration: bool | None = None,
-        generator: torch.Generator | None = None,
-        progress: bool | None = False,
-        large: bool = False,
-    ) -> None:
-        data = parameters.data
+        self, parameters: Parameters, maximize: Maximization, group: ProcessGroup,
+        arguments: Mapping[str, Any], large: bool = False,
+    ) -> None:  # fmt: skip
+        given, data = arguments.get, parameters.data
+        batch_size, acceleration = given("batch_size"), given("acceleration")
         stored = "an iterable of Sequences" if isinstance(data, Parts) else None
         parts = "batch_size" if batch_size is not None else stored
         parts = "a fit in several ranks" if group.size > 1 else parts
@@ -103,16 +97,16 @@ class Loop(FitLoop):
                 "acceleration needs EM of all data, whose loss never rises: leave out batch_size, "
                 "or acceleration."
             )
-        batches = Batches(data, batch_size, generator, group=group)
-        super().__init__(batches, group, num_iterations, [tolerance], progress)
+        batches = Batches(data, batch_size, given("generator"), group=group)
+        super().__init__(batches, group, arguments)
         self.parameters, self.maximize = parameters, maximize
         self.log_prior = torch.zeros(())
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
-        self.tolerance = None if batch_size is not None else tolerance
-        self.decay = None if batch_size is None else decay
+        self.tolerance = given("tolerance") if falls else None
+        self.decay = None if falls else given("decay")
         self.average: Sums = {}
         # an optimizer of the user's, and a fit of so many steps, go their own way
-        self.ranked = falls and tolerance is not None and maximize.gradient.step.optimizer is None
+        self.ranked = self.tolerance is not None and maximize.gradient.step.optimizer is None
         self.accelerates = self.ranked if acceleration is None else acceleration
         self.squarem = Extrapolation(parameters, maximize.gradient, bool(acceleration))
         self.log_priors: list[Tensor] = []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,9 +27,7 @@ class FitLoop:
     Args:
         batches: The data, of which each step takes a batch.
         group: The data-parallel ranks.
-        num_iterations: Largest number of steps.
-        tests: Arguments of the tests that end the fit; a resumed fit with others goes on.
-        progress: Whether to show a bar; None if stderr is a terminal.
+        arguments: Of the fit, by name. A resumed fit with another tolerance or patience goes on.
 
     Attributes:
         losses: Of each step, ``()`` or ``(R,)``.
@@ -43,22 +40,16 @@ class FitLoop:
     state: Any  # () -> the checkpoint state of the fit, by name
     restore: Any  # (state) -> restore the fit from a checkpoint state
 
-    def __init__(
-        self,
-        batches: Batches,
-        group: ProcessGroup,
-        num_iterations: int,
-        tests: list[Any],
-        progress: bool | None,
-    ) -> None:
+    def __init__(self, batches: Batches, group: ProcessGroup, arguments: Mapping[str, Any]) -> None:
         self.start_time = time.perf_counter()
-        self.batches, self.group, self.num_iterations = batches, group, num_iterations
-        self.tests = tests
+        self.batches, self.group, self.arguments = batches, group, arguments
+        self.num_iterations, progress = arguments["num_iterations"], arguments.get("progress")
+        self.tests = [arguments.get(name) for name in ("tolerance", "patience")]
         self.hidden = not group.is_first or (None if progress is None else not progress)
         self.checkpoint: Checkpoint | None = None
         self.losses: list[Tensor] = []
         self.reason: str | None = None
-        self.ended = f"it took all {num_iterations} steps"
+        self.ended = f"it took all {self.num_iterations} steps"
 
     @property
     def seconds(self) -> float:
@@ -80,21 +71,14 @@ class FitLoop:
                     warnings.warn(UNSAVED.format(failed), RuntimeWarning, stacklevel=2)
         self.group.together(failed)  # after the file is there, which another fit may ask for
 
-    def resume(
-        self,
-        path: str | Path | None,
-        identity: Callable[[], dict[str, Any]],
-        generator: torch.Generator | None,
-        tensors: Iterable[Tensor],
-    ) -> bool:
+    def resume(self, identity: Callable[[], dict[str, Any]], tensors: Iterable[Tensor]) -> bool:
         """Restore the fit from its checkpoint, if there is one; return whether there was.
 
         Args:
-            path: The file.
             identity: Returns a fingerprint of the fit.
-            generator: Source of randomness besides torch's global ones.
             tensors: What has to be as it was after an error.
         """
+        path, generator = self.arguments.get("checkpoint"), self.arguments.get("generator")
         if path is None:
             return False
         is_first, of_first = self.group.is_first, self.group.of_first

@@ -370,10 +370,9 @@ def fit_mcmc(
     if isinstance(module := getattr(model, "module", None), HMMModule):
         scale_priors(module, data)
     with in_mode(False, model), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-        sizes = num_samples, warmup, num_chains, num_temperatures
         with first_values(data.device):
-            sampler = HMC(model, data, target_accept, progress, *sizes)
-        sampler.run(lambda: sampler.begin(start), checkpoint, arguments)
+            sampler = HMC(model, data, arguments)
+        sampler.run(arguments)
     return sampler.fit(
         model, data, sampler.supports, method="HMC", plates=sampler.plates, tuning=sampler.tuned(),
         marks=marks_of(data) if sampler.plates else None,
@@ -386,15 +385,11 @@ class HMC(Chains):
     Args:
         model: The Pyro model.
         data: The sequences.
-        target: Acceptance that the step size aims at.
-        progress: See :class:`Chains`.
-        *sizes: The same.
+        arguments: Of the fit, by name.
     """
 
-    def __init__(
-        self, model: Any, data: Sequences, target: float, progress: bool | None, *sizes: int
-    ) -> None:
-        super().__init__(data, progress, *sizes)
+    def __init__(self, model: Any, data: Sequences, arguments: dict[str, Any]) -> None:
+        super().__init__(data, arguments)
         self.model, self.data, self.pieces = model, data, pieces_of(model, data)
         self.probe = self.pieces[0][0]
         trace = trace_of_batchable(model, self.probe, self.copies)
@@ -410,7 +405,8 @@ class HMC(Chains):
         # else samples are not those of the prior
         self.refreshes = not any(is_log_prior(name) for name in trace.nodes)
         self.inverse: Any = 1.0
-        self.hamiltonian = Hamiltonian(spaces, self.prior, self.log_density, self.ladder, target)
+        target, log_density = arguments["target_accept"], self.log_density
+        self.hamiltonian = Hamiltonian(spaces, self.prior, log_density, self.ladder, target)
 
     def _simulated(self) -> poutine.Trace:
         """Sample starting values from the prior, one for each chain."""

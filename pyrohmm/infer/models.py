@@ -33,7 +33,6 @@ from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import CHECKED
 from ..distributions.block_hmm import BlockHMM, FinalState
 from ..distributions.forecast import sample_emission, sample_emission_per_step
-from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.modified import WrappedCauchy
 from ..distributions.observation import is_categorical, log_prob_per_state
@@ -48,6 +47,7 @@ LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
 
 TURN = 7.0  # radians, more than all of a circle
+SOME = 10_000  # rows of numbers that are looked at for it
 # the module that built an HMM for data, and what the checks of that have found
 _checked: WeakKeyDictionary[Sequences, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
@@ -122,9 +122,11 @@ def scale_alike(module: HMMModule, data: Sequences | Parts, group: ProcessGroup)
         size = max((part.prior_loc.numel() // max(part.dim, 1) for part in parts), default=2)
         lags = getattr(emission, "lags", 0)
         moments = reduce(merged, [_moments(part, size, lags) for part in parts_of(data)])
-        if data.sharded:
-            moments = reduce(merged, group.of_all(moments))
-        return float(emission.take_moments(moments))
+        moments = reduce(merged, group.of_all(moments)) if data.sharded else moments
+        units = emission.take_moments(
+            group.from_first(moments)
+        )  # processors may differ in rounding
+        return group.from_first(torch.as_tensor(units).double()).item()
 
 
 def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
@@ -460,21 +462,23 @@ def remarks(data: Data, module: Any) -> list[str]:
     if count:
         text = [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
     some = data if isinstance(data, Sequences) else data.first
-    values = some.known_values.nan_to_num()
+    values: Any = some.packed("values")
+    numbers = values.is_floating_point()
+    values = values[:: 1 + len(values) // SOME].nan_to_num() if numbers else some.known_values
     low, top = (x.item() for x in values.aminmax()) if values.numel() else (0, 0)
     high = max(-low, top)
-    if low != 1 and not (high > TURN and values.is_floating_point()):
+    if not (high > TURN if numbers else low == 1):
         return text
     one = to_model_device(module, None, some[:1])
     with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(), in_mode(False, module):
         hmm = build(module, one)
     if isinstance(hmm, BlockHMM):  # whose emission is a large table
         return text
-    emission = getattr(hmm.emission, "base_dist", hmm.emission)
-    if is_categorical(emission) and low == 1 and high == log_probs(emission).size(-1) - 1:
-        text += [f"symbol 0 never occurs, and {high} does: are they counted from one? Subtract it"]
-    if isinstance(emission, VonMises | WrappedCauchy) and high > TURN:
+    emission: Any = getattr(hmm.emission, "base_dist", hmm.emission)
+    if numbers and isinstance(emission, VonMises | WrappedCauchy):
         text += [f"angles reach {high:g}: are they degrees? Radians are wanted: torch.deg2rad"]
+    elif is_categorical(emission) and high == emission.param_shape[-1] - 1:
+        text += [f"symbol 0 never occurs, and {high} does: are they counted from one? Subtract it"]
     return text
 
 

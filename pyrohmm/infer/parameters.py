@@ -65,10 +65,6 @@ class Parameters:
         self.probe = self.data[:1]
         group = group or ProcessGroup()
         self.units = scale_alike(module, self.data, group)
-        if group.size > 1:  # processors may differ in rounding
-            self.units = group.from_first(torch.tensor(self.units).double()).item()
-            for buffer in module.buffers():
-                buffer.copy_(group.from_first(buffer))
         in_units(module, self.data, group)  # a start in units of the data
         in_units(module, None, group)
         with torch.no_grad(), poutine.block(), first_values(self.data.device):

@@ -20,10 +20,9 @@ C ladders are one batch of C R chains; those of a ladder are neighbours in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -367,11 +366,9 @@ class Chains(FitLoop):
 
     Args:
         data: The sequences.
-        progress: Whether to show a bar; None if stderr is a terminal.
-        num_samples: S, steps that are kept.
-        warmup: Steps before them.
-        num_chains: C.
-        num_temperatures: R; there are C R chains, of which C are kept.
+        arguments: Of the fit, by name: ``num_samples``, S, steps that are kept; ``warmup``, steps
+            before them; ``num_chains``, C; ``num_temperatures``, R: there are C R chains, of which
+            C are kept.
 
     Attributes:
         kept: Values by name, ``(C, S, ...)``.
@@ -379,18 +376,16 @@ class Chains(FitLoop):
         copies: C R.
     """
 
-    def __init__(
-        self, data: Sequences, progress: bool | None,
-        num_samples: int, warmup: int, num_chains: int, num_temperatures: int,
-    ) -> None:  # fmt: skip
-        check_size("num_samples", num_samples)
-        check_size("warmup", warmup, 0)
-        check_size("num_chains", num_chains)
-        check_size("num_temperatures", num_temperatures)
-        super().__init__(Batches(data), ProcessGroup(), warmup + num_samples, [], progress)
-        self.ladder = Ladder(num_chains, num_temperatures, warmup)
-        self.copies = num_chains * num_temperatures
-        self.num_samples, self.warmup = num_samples, warmup
+    begin: Any  # (start) -> set the first state of the chains
+
+    def __init__(self, data: Sequences, arguments: Mapping[str, Any]) -> None:
+        for name in ("num_samples", "warmup", "num_chains", "num_temperatures"):
+            check_size(name, arguments[name], int(name != "warmup"))
+        self.num_samples, self.warmup = arguments["num_samples"], arguments["warmup"]
+        steps = {"num_iterations": self.warmup + self.num_samples}
+        super().__init__(Batches(data), ProcessGroup(), {**arguments, **steps})
+        sizes = arguments["num_chains"], arguments["num_temperatures"]
+        self.ladder, self.copies = Ladder(*sizes, self.warmup), math.prod(sizes)
         self.kept: dict[str, Tensor] = {}
 
     @property
@@ -409,19 +404,17 @@ class Chains(FitLoop):
             worst = torch.cat([rhat_of(x).flatten().nan_to_num(1.0) for x in judged]).max()
             self.bar.set_postfix(rhat=f"{worst:.3f}", refresh=False)
 
-    def run(
-        self, begin: Callable[[], None], path: str | Path | None, arguments: dict[str, Any]
-    ) -> None:
-        """Run all steps, from a checkpoint of the same ``arguments``, or after ``begin``.
+    def run(self, arguments: dict[str, Any]) -> None:
+        """Run all steps, from a checkpoint of the same ``arguments``, or from their ``start``.
 
         Each rank runs all chains: they may differ, and so do their files.
         """
-        rank = ProcessGroup.of().rank
-        path = path if path is None or not rank else f"{path}.rank{rank}"
-        identity = partial(identity_of, type(self).__name__, (), arguments)
-        if not self.resume(path, identity, None, ()):
+        path, rank = arguments["checkpoint"], ProcessGroup.of().rank
+        if path is not None and rank:
+            self.arguments = {**arguments, "checkpoint": f"{path}.rank{rank}"}
+        if not self.resume(partial(identity_of, type(self).__name__, (), arguments), ()):
             with first_values(self.batches.data.device):
-                begin()
+                self.begin(arguments["start"])
         self.take_steps()
 
     def state(self) -> dict[str, Any]:

@@ -297,7 +297,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, num_ranked: int) -> 
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)
         best = _in_turn(some, step, count) if best is None else best
         some.set_values({name: value[:count] for name, value in best.items()})
-        loop = Loop(some, step, ProcessGroup(), num_iterations=each, tolerance=None)
+        loop = Loop(some, step, ProcessGroup(), {"num_iterations": each, "progress": False})
         loop.run()
         order = loop.losses[-1].nan_to_num(nan=torch.inf).argsort(stable=True).to(device)
         best = {name: value[order] for name, value in some.values.items()}

@@ -144,15 +144,14 @@ class Training(FitLoop):
         units: float,
         group: ProcessGroup,
     ) -> None:
-        self.model, self.guide, self.data, self.settings = model, guide, data, settings
+        self.model, self.guide, self.data = model, guide, data
         self.units, self.restarts = units, restarts
         self.num_observed = max(data.num_observed, 1)
         batches = Batches(
             data, settings["batch_size"], settings["generator"], windows=settings["windows"],
             batch_tokens=settings["batch_tokens"], group=group,
         )  # fmt: skip
-        tests = [settings["tolerance"], settings["patience"]]
-        super().__init__(batches, group, settings["num_iterations"], tests, settings["progress"])
+        super().__init__(batches, group, settings)
         whole, alone = batches.whole, inspect.unwrap(model)
         in_memory = whole if isinstance(whole, Sequences) else first_sequence(data)
         if settings["windows"] is not None:  # a text of any length
@@ -175,7 +174,7 @@ class Training(FitLoop):
         self.held_out = None
         if settings["validation"] is not None:
             every = settings["validate_every"] or (None if whole is None else WINDOW)
-            self.held_out = HeldOut(model, guide, settings, self.values, plates, every, group)
+            self.held_out = HeldOut(self, plates, every)
         device = self.objective.parameters[0].device
         kind, pieces = device.type, self.objective.plates or settings["windows"] is not None
         around = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -230,12 +229,11 @@ class Training(FitLoop):
 
         If it fails, the parameters are the best that were validated, or those before the fit.
         """
-        generator, parameters = self.settings["generator"], self.objective.parameters
+        parameters = self.objective.parameters
         shapes = [str((tuple(part.shape), part.dtype)) for part in self.tensors()]
         self.group.check_alike({"parameters": shapes})
-        self.resume(self.settings["checkpoint"], self._identity, generator, self.tensors())
+        self.resume(self._identity, self.tensors())
         if self.group.size > 1:  # processors may differ in rounding
-            self.units = self.group.from_first(torch.tensor(self.units).double()).item()
             copy_values(map(self.group.from_first, self.tensors()), self.tensors())
         first = [tensor.detach().clone() for tensor in self.tensors()]
         if self.replays is not None and self.batches.whole is None:
@@ -279,7 +277,7 @@ class Training(FitLoop):
             level = torch.stack(self.losses[-WINDOW:]).mean(0).min().item() / self.num_observed
             self.shown["nats_per_step"] = f"{level:.4f}"
             self.bar.set_postfix(self.shown)
-        self.reason = why_converged(self.losses, self.settings["tolerance"], self.units) or ended
+        self.reason = why_converged(self.losses, self.arguments["tolerance"], self.units) or ended
 
     def _descend(self, step: int) -> None:
         """Step along the gradient of the loss of a batch."""
@@ -442,10 +440,10 @@ class Training(FitLoop):
     def _identity(self) -> dict[str, Any]:
         """Fingerprint of the fit, for checkpoints."""
         model = inspect.unwrap(self.model)
-        arguments = self.settings | {"precision": self.precision[1], "data": self.data}
+        own = {"precision": self.precision[1], "data": self.data}
         return identity_of(
             f"{name_of(self.guide)} on {name_of(model)}", self.objective.parameters,
-            arguments | {"model": model, "guide": self.guide},
+            {**self.arguments, **own, "model": model, "guide": self.guide},
         ) | {"latent variables": list(self.objective.supports)}  # fmt: skip
 
 

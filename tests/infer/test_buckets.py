@@ -137,12 +137,18 @@ def test_parts_of_a_loss_and_bootstrap(both):
             torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
+def chains(num_samples, warmup, num_chains):
+    """Arguments of a sampler."""
+    sizes = {"num_samples": num_samples, "warmup": warmup, "num_chains": num_chains}
+    return sizes | {"num_temperatures": 1, "target_accept": 0.8, "progress": False}
+
+
 def test_log_densities_of_chains(both):
     data = data_of(counts=False)
     model = MarginalModel(TabularHMM(2, normal(0)).double())
 
     def density(data):
-        sampler = HMC(model, data, 0.8, False, 5, 5, 3, 1)
+        sampler = HMC(model, data, chains(5, 5, 3))
         return sampler.log_density(sampler.prior)
 
     torch.testing.assert_close(*both(density, data), rtol=1e-9, atol=0)
@@ -233,7 +239,7 @@ def test_em_of_matrices_of_each_step_that_sequences_share(both, lengths):
 
 def test_hamiltonian_chains_of_a_module_for_so_many_steps(both):
     def density(data):
-        sampler = HMC(MarginalModel(PerStep(False)), data, 0.8, False, 3, 2, 2, 1)
+        sampler = HMC(MarginalModel(PerStep(False)), data, chains(3, 2, 2))
         return sampler.log_density({name: 0 * x + 0.5 for name, x in sampler.prior.items()})
 
     one, several = both(density, of_faces([30, 2, 2, 7]))
@@ -249,7 +255,7 @@ def test_hamiltonian_chains_with_a_prior_of_all_sequences(both):
         model = MarginalModel(
             module, lambda hmm: -hmm.log_transition[..., 0, 1].exp().mean(-1).mean(-1, True)
         )
-        sampler = HMC(model, data, 0.8, False, 3, 2, 2, 1)
+        sampler = HMC(model, data, chains(3, 2, 2))
         return sampler.log_density({name: 0 * x + 1.0 for name, x in sampler.prior.items()})
 
     one, several = both(density, data)
