@@ -25,14 +25,13 @@ from .._choices import threads_for
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovRecursions
 from ..data.sequences import Sequences, check_sequences
-from ..distributions.autoregressive import with_past
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..nn.base import HMMModule
-from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
+from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, inside, under
 from ..nn.family import Emission
 from ..ops import recursions
-from .maximization import joined
+from .maximization import joined, observations
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, check_module, exclusive, to_model_device
 from .parameters import Parameters, Values
@@ -293,18 +292,19 @@ class Gibbs(Chains):
 
     def _keep(self, joint: Tensor, index: int, chosen: Tensor) -> None:
         """Keep the parameters of the chosen chains, and their log joint density."""
-        now = {f"module.{name}": self.parameters.get(name) for name in self.parameters.sites}
-        self.keep(index, {name: value[chosen] for name, value in (now | {"lp": joint}).items()})
+        now = under("module.", self.parameters.values) | {"lp": joint}
+        self.keep(index, {name: value[chosen] for name, value in now.items()})
 
     def _sample_parameters(self, paths: list[tuple[HMM, Tensor, Sequences]]) -> Values:
         """Sample the parameters given the paths, by name."""
         values: Values = {}
+        current = self.parameters.values
         if self.chain is not None:
             statistics = _sum(starmap(self._chain_statistics, paths))
-            values |= self.chain.sample_parameters(statistics, self._own(""))
+            values |= self.chain.sample_parameters(statistics, current)
         if self.emission is not None:
             statistics = _sum(starmap(self._emission_statistics, paths))
-            sample = self.emission.sample_parameters(statistics, self._own(self.prefix))
+            sample = self.emission.sample_parameters(statistics, inside(current, self.prefix))
             values |= under(self.prefix, sample)
         return values
 
@@ -326,22 +326,12 @@ class Gibbs(Chains):
         found: Statistics = self.chain.statistics(ExpectedCounts(no_evidence, weights, counts))
         return found
 
-    def _own(self, prefix: str) -> Values:
-        """Parameters whose names begin with ``prefix``, under their names without it."""
-        names = [name for name in self.parameters.sites if name.startswith(prefix)]
-        return {name.removeprefix(prefix): self.parameters.get(name) for name in names}
-
     def _emission_statistics(self, hmm: HMM, states: Tensor, data: Sequences) -> Statistics:
         """Sufficient statistics of the observations, each with weight one in its state."""
-        values, emission, sets = data.values, hmm.emission, self.num_sets
-        values = with_past(emission, values)
-        values = values.unsqueeze(0) if sets == 1 else values[:: self.copies // sets]
-        values, flat = values.flatten(1, 2), states.flatten(1)  # (D, N T, *E), (C R, N T)
-        if not (values.dtype.is_floating_point or is_categorical(emission)):
-            values = values.to(hmm.log_initial.dtype)
-        if not bool((seen := data.observed.flatten()).all()):
-            where = seen.nonzero().squeeze(-1)
-            values, flat = values.index_select(1, where), flat.index_select(1, where)
+        sets, flat = self.num_sets, states.flatten(1)  # (C R, N T)
+        values, where = observations(hmm, data, int(sets > 1))
+        values = values.unsqueeze(0) if sets == 1 else values[:: self.copies // sets]  # (D, M, *E)
+        flat = flat if where is None else flat.index_select(1, where)
         size = CHUNK // (len(flat) * hmm.num_states) + 1
 
         def statistics(value: Tensor, state: Tensor) -> Statistics:
@@ -352,7 +342,8 @@ class Gibbs(Chains):
             if sets > 1:  # zero for the data sets of other chains
                 own = torch.eye(sets).to(weights).repeat_interleave(self.copies // sets, 0)
                 weights = torch.einsum("rmk,rd->rdmk", weights, own).flatten(1, 2)
-            found: Statistics = self.emission.statistics(value.flatten(0, 1), weights, emission)
+            steps = value.flatten(0, 1)
+            found: Statistics = self.emission.statistics(steps, weights, hmm.emission)
             return found
 
         return _sum(map(statistics, values.split(size, 1), flat.split(size, 1)))
@@ -390,7 +381,7 @@ class Others:
         self.hamiltonian = Hamiltonian(supports, self._now(), self.log_density, sampler.ladder)
 
     def _now(self) -> Values:
-        return {name: self.parameters.get(name) for name in self.names}
+        return {name: self.parameters.values[name] for name in self.names}
 
     def step(self) -> None:
         """One trajectory of every chain, given the other parameters."""

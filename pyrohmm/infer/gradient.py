@@ -25,7 +25,7 @@ from ..nn.tabular import SharedRows
 from .descent import MINIBATCHES, FitOptions, Settings
 from .models import EnumeratedModel, MarginalModel, exclusive, to_model_device
 from .objective import is_enumerated, latent_sites, trace_of_batchable
-from .parameters import Values, fitted_in, set_point
+from .parameters import Values, check_start, fitted_in, set_point
 from .plates import Point, check_events, narrow
 from .results import POINT, WINDOW, Fit, Restarts
 from .starts import by_kmeans, seen_by
@@ -249,13 +249,11 @@ def _init_function(
             "start must be a function such as init_to_sample, values by name, or a fit; got "
             f"{type(start).__name__}."
         )
-    at = init_to_value(values=dict(start))
+    values = dict(start)
 
     def init(site: dict[str, Any]) -> Any:
-        if site["name"] not in start:
-            text = f"start has no value for {site['name']}; it has {', '.join(start)}"
-            raise ValueError(f"{text}. Give one for each.")
-        return at(site)
+        check_start(values, [site["name"]])
+        return init_to_value(site, values)
 
     return init
 

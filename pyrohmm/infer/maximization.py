@@ -322,19 +322,9 @@ class Maximization:
         return ExpectedCounts(expected.log_evidence.reshape(restarts, -1), states, counts)
 
     def _observations(self, batch: Sequences, hmm: HMM) -> tuple[Tensor, Tensor | None]:
-        """Values ``(M, *E)`` of the observed steps, and their indices; None if all are observed.
-
-        They are made once of a batch: to count steps makes a device wait.
-        """
+        """:func:`observations`, made once of a batch: to count steps makes a device wait."""
         if batch not in self._steps:
-            values = with_past(hmm.emission, batch.values).flatten(0, 1)
-            if not (values.dtype.is_floating_point or self.symbols):
-                values = values.to(hmm.log_initial.dtype)
-            seen, where = batch.observed.flatten(), None
-            if not bool(seen.all()):
-                where = seen.nonzero().squeeze(-1)
-                values = values.index_select(0, where)
-            self._steps[batch] = values, where
+            self._steps[batch] = observations(hmm, batch)
         return self._steps[batch]
 
     def __call__(self, sums: Sums) -> None:
@@ -437,6 +427,24 @@ class Maximization:
         if state["searched"]:
             self.transition_step.searched = state["searched"]  # type: ignore[union-attr]
         self.gradient.restore(state)
+
+
+def observations(hmm: HMM, data: Sequences, dim: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Values ``(*, M, *E)`` of the observed steps, and their indices; None if all are observed.
+
+    Args:
+        hmm: Its emission is that of the values.
+        data: The sequences.
+        dim: The dimension of sequences in the values, which becomes that of steps.
+    """
+    values = with_past(hmm.emission, data.values).flatten(dim, dim + 1)
+    if not (values.dtype.is_floating_point or is_categorical(hmm.emission)):
+        values = values.to(hmm.log_initial.dtype)
+    seen, where = data.observed.flatten(), None
+    if not bool(seen.all()):
+        where = seen.nonzero().squeeze(-1)
+        values = values.index_select(dim, where)
+    return values, where
 
 
 def _maximum(part: Any, statistics: Statistics) -> Maximum:

@@ -31,7 +31,7 @@ from .coordinates import Packing, coordinates
 from .gradient import near_data
 from .models import MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import latent_sites, trace_of_batchable
-from .parameters import Values
+from .parameters import Values, check_start
 from .plates import LogJoint, is_log_prior, marks_of, narrow, pieces_of, sequence_plates, wide
 from .results import Fit
 from .sampled import Chains, Ladder, SampledFit
@@ -393,8 +393,7 @@ class HMC(Chains):
         self.model, self.data, self.pieces = model, data, pieces_of(model, data)
         self.probe = self.pieces[0][0]
         trace = trace_of_batchable(model, self.probe, self.copies)
-        with torch.no_grad(), poutine.block():
-            self.plates = sequence_plates(model, self.probe, trace)
+        self.plates = sequence_plates(model, self.probe, trace)
         nodes = self._simulated().nodes
         self.supports, _ = latent_sites(trace)
         if not self.supports:
@@ -455,11 +454,9 @@ class HMC(Chains):
 
     def _widened(self, values: Values) -> Values:
         """Expand starting values to all chains."""
+        check_start(values, self.prior)
         found = {}
         for name, like in self.prior.items():
-            if name not in values:
-                text = f"start has no value for {name}; it has {', '.join(values)}"
-                raise ValueError(f"{text}. Give one for each.")
             value = values[name].detach().to(like)
             single = like[0] if name in self.deep else like[0, 0]
             if value.shape == (len(self.ladder.rungs), *single.shape):

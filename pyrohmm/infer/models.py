@@ -465,7 +465,7 @@ def remarks(data: Data, module: Any) -> list[str]:
     values: Any = some.packed("values")
     numbers = values.is_floating_point()
     values = values[:: 1 + len(values) // SOME].nan_to_num() if numbers else some.known_values
-    low, top = (x.item() for x in values.aminmax()) if values.numel() else (0, 0)
+    low, top = map(Tensor.item, values.aminmax()) if values.numel() else (0, 0)
     high = max(-low, top)
     if not (high > TURN if numbers else low == 1):
         return text

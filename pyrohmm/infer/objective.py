@@ -344,8 +344,7 @@ def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: 
     Raises:
         ValueError: If the model's plate of sequences, or the guide, cannot follow minibatches.
     """
-    with poutine.block(), torch.no_grad():
-        plates = sequence_plates(model, probe)
+    plates = sequence_plates(model, probe)
     for name, plate in plates.items():
         if plate.full_size != probe.total:
             raise ValueError(

@@ -120,12 +120,7 @@ class Parameters:
         """Set latent variables, shared or one per restart, and parameters without a prior."""
         # those of a fit have the name of the module before their own
         values = {name.removeprefix("module."): value for name, value in values.items()}
-        absent = [name for name in self.sites if name not in values]
-        if absent:
-            raise ValueError(
-                f"start has no value for {', '.join(absent)}; it has "
-                f"{', '.join(values) or 'none'}. Give one for each."
-            )
+        check_start(values, self.sites)
         for name in (self.fitted.keys() - self.sites.keys()) & values.keys():
             self.update({name: values[name].unsqueeze(0)})
         for name, site in self.sites.items():
@@ -257,6 +252,13 @@ def _widened(tensor: Tensor, core: int, restarts: int) -> Tensor:
         return tensor
     inner = (lead or torch.Size([1])) + tensor.shape[tensor.dim() - core :]
     return tensor.reshape(inner).expand(restarts, *inner)
+
+
+def check_start(values: Values, names: Iterable[str]) -> None:
+    """Raise unless the ``values`` of a start have all of these ``names``."""
+    if absent := [name for name in names if name not in values]:
+        text = f"start has no value for {', '.join(absent)}; it has {', '.join(values) or 'none'}"
+        raise ValueError(f"{text}. Give one for each.")
 
 
 def is_uniform(prior: Any) -> bool:

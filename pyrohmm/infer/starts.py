@@ -251,7 +251,7 @@ class StartSearch:
         own_way = parameters.points or maximize.gradient.step.optimizer is not None
         num_states = parameters.example.num_states
         alike = num_states == 1 or share_labelled(parameters.data) == 1
-        size = sum(site.event_shape.numel() for site in parameters.sites.values())
+        size = sum(map(Tensor.numel, parameters.sample.values()))
         fit_in = MOST_NUMBERS // max(size, num_states**2)  # the matrix of a product of chains
         one = restarts == 1 or not several_tried or own_way or alike
         self.num_ranked = 0 if one else max(parameters.restarts, min(most, fit_in))
