@@ -26,83 +26,39 @@ def _shared(table, steps, m, n):
 
 
 @kernel
-def enter_cluster(counts, marginals, shared, loss, rank, table, steps, slot):
-    """Update the tables for a new cluster whose counts stand in ``slot``."""
-    total, changed = np.zeros(rank.size), np.zeros(rank.size, np.bool_)
-    for way in range(2):
-        more = counts[1 - way, slot]  # the cells of the others beside the new cluster
-        others = np.flatnonzero(more)
-        for x in others:
-            if x == slot:
-                continue
-            changed[x] = True
-            marginals[way, x] += more[x]
-            for y in others:
-                if y < x and y != slot:
-                    shared[x, y] += _shared(table, steps, more[x], more[y])
-                    shared[y, x] = shared[x, y]
-        row = counts[way, slot]
-        marginals[way, slot] = row.sum()
-        for z in np.flatnonzero(row):
-            cells = counts[1 - way, z]
-            for other in range(rank.size):
-                total[other] += _shared(table, steps, row[z], cells[other])
-    shared[slot] = shared[:, slot] = total
-    changed[slot] = True
-    for x in np.flatnonzero(changed):
-        _price(counts, marginals, shared, loss, rank, table, steps, x)
+def change_cluster(counts, marginals, shared, loss, rank, table, steps, slot, rows):
+    """Replace the counts of the cluster in ``slot`` by ``rows``, and update the tables.
 
-
-@kernel
-def merge_clusters(counts, marginals, shared, loss, rank, table, steps, keep, gone):
-    """Merge cluster ``gone`` into ``keep``."""
+    ``rows`` ``(2, size)`` are zeros for a cluster that is taken out, whose rank is -1; losses then
+    are those of the next cluster that takes its counts over.
+    """
+    changed = (counts[0, slot] != rows[0]) | (counts[1, slot] != rows[1])
+    changed[slot] = True  # its own cell is one of those that differ from all others'
     size = rank.size
-    total = shared[keep].copy()
-    for way in range(2):
-        contexts = counts[1 - way]
-        one, other = contexts[keep], contexts[gone]
-        for x in np.flatnonzero(other):
-            if x == keep or x == gone:
-                continue
-            a, b = one[x], other[x]
-            for y in range(size):
-                c, d = one[y], other[y]
-                if c + d == 0 or y == keep or y == gone or y == x or (d > 0 and y < x):
+    for sign in (-1, 1):  # the terms of the old counts are taken out, those of the new put in
+        for way in range(2):
+            row = counts[way, slot]
+            present = np.flatnonzero(row)
+            for x in present:
+                if not changed[x]:
                     continue
-                gain = (
-                    _shared(table, steps, a + b, c + d)
-                    - _shared(table, steps, a, c)
-                    - _shared(table, steps, b, d)
-                )
-                shared[x, y] += gain
-                shared[y, x] = shared[x, y]
-                loss[x, y] -= gain
-                loss[y, x] = loss[x, y]
-        row, more = counts[way, keep], counts[way, gone]
-        for z in np.flatnonzero(more):
-            if z == keep or z == gone:
-                continue
-            cells, n, m = contexts[z], row[z], row[z] + more[z]
-            for y in range(size):
-                total[y] += _shared(table, steps, m, cells[y]) - _shared(table, steps, n, cells[y])
-        inside = row[keep] + row[gone] + more[keep] + more[gone]
-        for y in range(size):
-            total[y] += (
-                _shared(table, steps, inside, one[y] + other[y])
-                - _shared(table, steps, row[keep], one[y])
-                - _shared(table, steps, row[gone], other[y])
-            )
-    for way in range(2):
-        counts[way, keep] += counts[way, gone]
-        counts[way, gone] = 0
-        counts[way, :, keep] += counts[way, :, gone]
-        counts[way, :, gone] = 0
-        marginals[way, keep] += marginals[way, gone]
-        marginals[way, gone] = 0
-    shared[keep] = shared[:, keep] = total
-    loss[gone] = loss[:, gone] = np.inf
-    rank[gone] = -1
-    _price(counts, marginals, shared, loss, rank, table, steps, keep)
+                cells = counts[1 - way, x]
+                for y in range(size):
+                    shared[slot, y] += sign * _shared(table, steps, row[x], cells[y])
+                for z in present:
+                    if x != slot and z != slot and (z < x or not changed[z]):
+                        shared[x, z] += sign * _shared(table, steps, row[x], row[z])
+                        shared[z, x] = shared[x, z]
+        if sign < 0:
+            for way in range(2):
+                marginals[way] += rows[1 - way] - counts[1 - way, slot]
+                marginals[way, slot] = rows[way].sum()
+            for way in range(2):
+                counts[way, slot] = counts[1 - way, :, slot] = rows[way]
+    shared[:, slot] = shared[slot]
+    for x in np.flatnonzero(changed):
+        if rank[slot] >= 0:
+            _price(counts, marginals, shared, loss, rank, table, steps, x)
 
 
 @kernel

@@ -115,18 +115,20 @@ class Candidates:
         self._loops = _loops()
 
     def enter(self, slot: int, beside: np.ndarray, rank: int) -> None:
-        """Put a cluster into a free slot; ``beside`` ``(2, size)`` is what follows and precedes."""
+        """Put a cluster into a slot; ``beside`` ``(2, size)`` is what follows and precedes."""
         self.tables.rank[slot] = rank
-        for way in (0, 1):
-            self.tables.counts[way, slot] = beside[way]
-            self.tables.counts[way, :, slot] = beside[1 - way]
         loops, terms = self._loops, self.terms
-        loops.call(loops.enter_cluster, *self.tables, terms.table, terms.steps, slot)
+        loops.call(loops.change_cluster, *self.tables, terms.table, terms.steps, slot, beside)
 
     def merge(self, keep: int, gone: int) -> None:
         """Merge a cluster into one of lower rank."""
-        loops, terms = self._loops, self.terms
-        loops.call(loops.merge_clusters, *self.tables, terms.table, terms.steps, keep, gone)
+        tables = self.tables
+        beside = tables.counts[:, keep] + tables.counts[:, gone]
+        beside[:, keep] += beside[:, gone]
+        beside[:, gone] = 0
+        tables.loss[gone] = tables.loss[:, gone] = np.inf
+        self.enter(gone, np.zeros_like(beside), -1)
+        self.enter(keep, beside, int(tables.rank[keep]))
 
     def best(self) -> tuple[int, int]:
         """Pair of clusters with the least merge loss, that with the more frequent word first."""
