@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import torch
 from pyro.distributions import Categorical
@@ -267,10 +267,7 @@ class BlockHMM(HMM):
 
     def dense(self) -> HMM:
         """HMM of equal distribution whose parameters are dense, without blocks."""
-        data = self.lengths, self.observed
-        chain = self.chain.replace()
-        new = HMM.of(chain, self.emission, *data, validate_args=False, allowed=self.allowed)
-        return self._validated_alike(new)
+        return self._copied(chain=self.chain.replace(), emission=self.emission)
 
     def replace(self, **changes: Any) -> HMM:
         """A copy with some arguments changed; dense where blocks cannot represent it."""
@@ -279,17 +276,13 @@ class BlockHMM(HMM):
             self.carried is not None and lengths.shape != self.lengths.shape
         ):
             return self.dense().replace(**changes)
-        data = {name: getattr(self, name) for name in ("lengths", "observed", "allowed")} | changes
-        return self._validated_alike(
-            type(self).of(self.chain, self._emission, **data, validate_args=False)
-        )
+        return self._copied(**changes)
 
     def continue_from(self, carried: CarriedState) -> Self:
         """Copy that starts from a carried state, for sequences that continue others."""
-        chain, data = self.chain, (self.lengths, self.observed)
+        chain = self.chain
         chain = BlockChain(chain.log_initial, chain.transition, chain.blocks, carried)
-        new = type(self).of(chain, self._emission, *data, validate_args=False, allowed=self.allowed)
-        return cast(Self, self._validated_alike(new))
+        return self._copied(chain=chain)
 
     # Parameters and data, in blocks
 

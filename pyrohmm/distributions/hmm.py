@@ -164,12 +164,12 @@ class HMM(ChainDistribution):
         """Copy with another chain of the same states."""
         return self._copied(chain=chain)
 
-    def _copied(self, **parts: Any) -> HMM:
-        """Copy with some parts replaced, and the same ``validate_args``."""
+    def _copied(self, kind: Any = None, **parts: Any) -> Any:
+        """Copy, of a ``kind``, with some parts replaced, and the same ``validate_args``."""
         own = {"chain": self.chain, "emission": self._emission}
         own |= {name: getattr(self, name) for name in _PARTS[1:-1]}
         own |= {"num_steps": None if "lengths" in parts else self._num_steps} | parts
-        kind = HMM if type(own["chain"]) is MarkovChain else type(self)
+        kind = HMM if type(own["chain"]) is MarkovChain else kind or type(self)
         return self._validated_alike(kind.of(**own, validate_args=False))
 
     def _validated_alike(self, other: HMM) -> HMM:

@@ -13,7 +13,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions import Categorical
@@ -29,7 +29,6 @@ from ..ops.products import take_rows
 from ..ops.tensor_cache import lazy
 from .block_hmm import BlockHMM, BlockSymbols
 from .forecast import sample_emission
-from .hmm import HMM
 from .observation import Streams
 
 
@@ -228,13 +227,7 @@ class TaggedHMM(BlockHMM):
     @property
     def words(self) -> BlockHMM:
         """HMM of the words alone, with tags summed out."""
-        return cast(BlockHMM, self._with(BlockHMM, self._emission.words))
-
-    def _with(self, kind: type[BlockHMM], symbols: BlockSymbols) -> HMM:
-        """HMM with another emission, and the same chain and sequences."""
-        data = self.lengths, self.observed
-        new = kind.of(self.chain, symbols, *data, validate_args=False, allowed=self.allowed)
-        return self._validated_alike(new)
+        return self._copied(BlockHMM, emission=self._emission.words)
 
     # Tags
 
@@ -292,7 +285,7 @@ class TaggedHMM(BlockHMM):
         with torch.no_grad():
             best = self.log_tags.max(-1)
             symbols = TaggedSymbols(self._emission.words, self.log_tags, best.values)
-            states = self._with(TaggedHMM, symbols).viterbi(values)
+            states = self._copied(emission=symbols).viterbi(values)
             path = torch.where(tags < 0, best.indices[states], tags)
         return TagPath(states, path.masked_fill(~self.exists, 0))
 
@@ -307,5 +300,4 @@ class TaggedHMM(BlockHMM):
     def _split(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Words and tags ``(*B, T)``; 0 and -1 where a step is padded or missing."""
         check_trailing("values", values, (self.num_steps, 2), "(T, 2)")
-        known = self.exists if self.observed is None else self.exists & self.observed
-        return self._emission.split(values, known)
+        return self._emission.split(values, self.known)
