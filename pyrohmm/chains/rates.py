@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ from ..ops import markov as markov_ops
 from ..ops import recursions
 from ..ops.log_space import finite_or_zero, largest, log, logsumexp, step_mask
 from ..ops.products import take_rows
-from ..ops.tensor_cache import lazy
+from ..ops.tensor_cache import cached, lazy
 from .base import Chain, Core, ExpectedCounts
 from .markov import MarkovRecursions
 
 DEGREE = 20  # of the series; its remainder is below rounding where the argument is at most one
 PART = 4  # terms between powers
-CACHED = 1 << 17  # numbers of matrices that are computed at once, and stay in the cache
 HALVED = 1100  # times at most: beyond it no number of float64 is left
 LEAST = 1e-280  # probability below which digits are lost
 
@@ -114,10 +113,17 @@ class RateChain(MarkovRecursions):
         lengths = from_numpy("lengths", self.options["lengths"]).cpu()
         return step_mask(lengths, self.times.size(-1), self.rates.device)
 
-    @lazy
+    @property
     def gaps(self) -> Gaps:
-        """The lengths of time between the steps."""
-        return Gaps.between(self.times.to(self.rates.device).double(), self.exists)
+        """The lengths of time between the steps; made once of times that do not change."""
+        times, device = self.times, self.rates.device
+
+        def between() -> Gaps:
+            return Gaps.between(times.to(device).double(), self.exists)
+
+        if times.requires_grad:
+            return between()
+        return cached(times, between, self.options["lengths"], str(device).encode())
 
     @lazy
     def matrices(self) -> Tensor:
@@ -172,15 +178,6 @@ class RateChain(MarkovRecursions):
                 "left. Leave other states out of exact_entry."
             )
 
-    def replace(self, **changes: Any) -> RateChain:
-        """A copy with some parameters or options changed."""
-        new = RateChain(**(self.parameters | self.options | changes))
-        same = ("gaps", "matrices") if changes.keys() <= {"log_initial"} else ("gaps",)
-        if changes.keys() <= self.cores.keys():
-            for name in same:
-                getattr(RateChain, name).hand_on(self, new)
-        return new
-
     def permuted(self, order: Tensor) -> Chain:
         """A copy with states permuted: new state k is old state ``order[k]``."""
         exact = None if self.exact_entry is None else self.exact_entry[order]
@@ -219,7 +216,7 @@ class RateChain(MarkovRecursions):
 
         return gradients(weighted, log_rates, transitions)[1][0]
 
-    def uniform(self) -> RateChain:
+    def uniform(self) -> Chain:
         """A copy with equal rates of all possible transitions, at about one transition per gap."""
         initial = torch.zeros_like(self.log_initial)
         initial = initial.masked_fill(self.log_initial.isneginf(), -torch.inf).log_softmax(-1)
@@ -332,16 +329,6 @@ def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
                  [0.0000, 1.0000]]])
     """
     wide, gaps = rates.double(), gaps.to(rates.device).double()
-    many = max(1, CACHED // rates.size(-1) ** 2)
-    if gaps.dim() != 1 or len(gaps) <= many or (rates.dim() > 2 and rates.size(-3) > 1):
-        return _log_transitions(wide, gaps).to(rates.dtype)
-    return torch.cat([_log_transitions(wide, part) for part in gaps.split(many)], -3).to(
-        rates.dtype
-    )
-
-
-def _log_transitions(wide: Tensor, gaps: Tensor) -> Tensor:
-    """Log transition matrices of all gaps at once, in float64."""
     size = wide.size(-1)
     fastest = -wide.detach().diagonal(dim1=-2, dim2=-1).amin(-1)
     # paths of more terms than the series has are then made of parts which have few of them each
@@ -355,10 +342,10 @@ def _log_transitions(wide: Tensor, gaps: Tensor) -> Tensor:
         probs = torch.where(again, _normalised(probs @ probs), probs)
     logs, small = log(probs), (probs < LEAST) & (first > 0)
     if not bool(small.any()):
-        return logs
+        return logs.to(rates.dtype)
     lost = small.any(-1).any(-1)
     exact = recomputed(partial(_squared, halvings=halvings.expand(lost.shape)[lost]), first[lost])
-    return logs.masked_scatter(lost[..., None, None], exact)
+    return logs.masked_scatter(lost[..., None, None], exact).to(rates.dtype)
 
 
 def _squared(probs: Tensor, halvings: Tensor) -> Tensor:

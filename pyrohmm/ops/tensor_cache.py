@@ -69,41 +69,26 @@ def cached_on(device: torch.device, tensor: Tensor) -> Tensor:
     return cached(tensor, lambda: tensor.to(device, non_blocking=True), str(device).encode())
 
 
-Value = TypeVar("Value")
-
-
-class lazy(Generic[Value]):  # a decorator, like functools.cached_property
+class lazy(Generic[Made]):  # a decorator, like functools.cached_property
     """Cached property, computed anew after a tensor of its object is written to.
 
     And unless it then had no gradient and now needs one: what is read first under ``torch.no_grad``
     has none, and would lose that of all later uses.
     """
 
-    def __init__(self, compute: Callable[[Any], Value]) -> None:
+    def __init__(self, compute: Callable[[Any], Made]) -> None:
         self.compute, self.__doc__ = compute, compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.place = f"_lazy_{name}"
 
-    def __get__(self, owner: Any, kind: type | None = None) -> Value:
+    def __get__(self, owner: Any, kind: type | None = None) -> Made:
         if owner is None:
             return self  # type: ignore[return-value]  # of the class, with its docstring
         wanted, state = torch.is_grad_enabled(), owner.__dict__
         made, with_gradient, known = state.get(self.place, (None, False, None))
-        versions = self.versions(owner)
+        versions = _versions(state[name] for name in state if not name.startswith("_lazy_"))
         if known is None or known != versions or (wanted and not with_gradient):
             made = self.compute(owner)
             state[self.place] = made, wanted, versions
-        value: Value = made
-        return value
-
-    def versions(self, owner: Any) -> dict[int, int] | None:
-        """Version counters of the owner's tensors: the cache key of the property."""
-        state = owner.__dict__
-        return _versions(state[name] for name in state if not name.startswith("_lazy_"))
-
-    def hand_on(self, old: Any, new: Any) -> None:
-        """Copy a cached property to an object with the same tensors, if it is still valid."""
-        made, wanted, known = old.__dict__.get(self.place, (None, False, None))
-        if known is not None and known == self.versions(old):
-            new.__dict__[self.place] = made, wanted, self.versions(new)
+        return made
