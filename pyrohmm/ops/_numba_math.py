@@ -141,16 +141,6 @@ def copy(out, values):
         out[k] = values[k]
 
 
-@kernel
-def add_rows(first, last, rows, values, out):
-    """Add ``values[i]`` to ``out[rows[i]]``, where that lies between ``first`` and ``last``."""
-    for i in range(rows.shape[0]):
-        if first <= rows[i] < last:
-            row = out[rows[i]]
-            for k in range(out.shape[1]):
-                row[k] += values[i, k]
-
-
 def sum_products(rows: Tensor, weights: Tensor) -> Tensor:
     """Sums in float64 of the products of ``rows`` ``(N, F)`` and ``weights`` ``(N, K)``."""
     count, shape = len(rows), (rows.size(1), weights.size(1))

@@ -31,7 +31,6 @@ CHUNK = CACHED
 FEWER = 8  # numbers for each integer in their range, from which a table of these is made
 LOST = 1e-30  # share of a sum of squares that is rounded away, even if they differ much
 STRIP = 96  # rows of a symmetric product that are computed at once, up to the diagonal
-TRIED = 64  # numbers that show whether all may be integers
 
 
 def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
@@ -73,9 +72,6 @@ def integers_of(values: Tensor) -> tuple[Tensor, Tensor] | None:
     if unfit or values.numel() < ADDED:
         return None
     known, floating = values, values.dtype.is_floating_point
-    some = known.flatten()[:TRIED]
-    if floating and bool((some != some.round()).logical_and_(~some.isnan()).any()):
-        return None
     low, high = known.aminmax()
     missing = known.isnan() if floating and bool(low.isnan()) else None
     if missing is not None:
@@ -120,12 +116,10 @@ def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
     """
     values = values.detach()
     out = values.new_zeros(size, values.size(1), dtype=torch.float64)
-    if pick(values.device, values.numel() >= ADDED) is NUMBA:
-        loops = imported("._numba_math", __package__)
-        work = values.numel() // max(size, 1)
-        loops.run(loops.add_rows, size, work, rows, values.contiguous(), out)
-        return out
-    return out.index_add_(0, rows, values.double())
+    some = max(1, (CACHED if values.device.type == "cpu" else ON_DEVICE) // max(1, values.size(1)))
+    for part, places in zip(values.split(some), rows.split(some)):
+        out.index_add_(0, places, part.double())
+    return out
 
 
 def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
