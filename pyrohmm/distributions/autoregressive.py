@@ -289,7 +289,8 @@ class AutoregressiveCategorical(Autoregressive):
             text = f"initial and tables must be Categorical; got {' and '.join(kinds)}"
             raise TypeError(f"{text}. Wrap probabilities by Categorical(probs).")
         self.num_symbols = tables.param_shape[-1]
-        lags = _num_lags(self.num_symbols, tables.batch_shape[-1] if tables.batch_shape else 0)
+        contexts = tables.batch_shape[-1] if tables.batch_shape else 0
+        lags = next((n for n in range(1, 64) if self.num_symbols**n == contexts), 0)
         shapes = initial.batch_shape[-1:], tables.batch_shape[-2:-1]
         symbols = initial.param_shape[-1]
         if not lags or shapes[0] != shapes[1] or symbols != self.num_symbols:
@@ -363,14 +364,6 @@ class AutoregressiveCategorical(Autoregressive):
             now = joint.unflatten(-2, (count, size // count)).sum(-3).flatten(-2)
             before = torch.einsum("...jk,...jc->...kc", log_transition.exp(), now)
         return torch.stack(probs, -2)
-
-
-def _num_lags(num_symbols: int, contexts: int) -> int:
-    """Order L with ``num_symbols ** L == contexts``; zero if there is none."""
-    lags, size = 1, num_symbols
-    while 1 < size < contexts:
-        lags, size = lags + 1, size * num_symbols
-    return lags if size == contexts else 0
 
 
 # Vectors ------------------------------------------------------------------------------------------

@@ -197,13 +197,10 @@ def sample_emission(emission: TorchDistribution, states: Tensor) -> Tensor:
     time_major = states.movedim(-1, 0)
     if is_categorical(emission):
         return CategoricalTable(log_probs(emission)).sample(time_major).movedim(0, -1)
-    shape = states.shape[:-1] + emission.batch_shape[-1:]
-    size = max(1, CACHED // max(1, (shape + emission.event_shape).numel()))
-    parts = [
-        _sample_all_states(emission.expand(part.shape[:1] + shape), part)
-        for part in time_major.split(size)
-    ]
-    return torch.cat(parts).movedim(0, states.dim() - 1)
+    shape = states.shape[:-1] + emission.batch_shape[-1:] + emission.event_shape
+    parts = time_major.split(max(1, CACHED // max(1, shape.numel())))
+    samples = [sample_emission_per_step(emission, part) for part in parts]
+    return torch.cat(samples).movedim(0, states.dim() - 1)
 
 
 def sample_in_time(
@@ -236,13 +233,8 @@ def sample_in_time(
 
 
 def sample_emission_per_step(emission: TorchDistribution, states: Tensor) -> Tensor:
-    """Sample observations from an emission of batch shape ``(*b, T, K)``."""
-    return _sample_all_states(emission.expand(states.shape + emission.batch_shape[-1:]), states)
-
-
-def _sample_all_states(emission: TorchDistribution, states: Tensor) -> Tensor:
-    """Sample observations given ``states``, by samples in all K states."""
-    values = emission.sample()  # (*B, K, *E)
+    """Sample observations from an emission ``(*b, T, K)``, by samples in all K states."""
+    values = emission.expand(states.shape + emission.batch_shape[-1:]).sample()  # (*B, T, K, *E)
     index = states.reshape(states.shape + (1,) * (1 + len(emission.event_shape)))
     index = index.expand(*states.shape, 1, *emission.event_shape)
     return values.gather(states.dim(), index).squeeze(states.dim())

@@ -239,9 +239,9 @@ def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
             return scores
         return marginal_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
     # a look-up of rows: log_prob would keep a gradient of N T K V numbers
-    missing = values.isnan() if values.dtype.is_floating_point else None
-    if missing is None:
+    if not values.dtype.is_floating_point:
         return look_up(log_probs(emission), values)
+    missing = values.isnan()
     scores = look_up(log_probs(emission), values.masked_fill(missing, 0.0))
     return scores.masked_fill(missing.unsqueeze(-1), 0.0)
 

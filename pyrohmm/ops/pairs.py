@@ -316,7 +316,7 @@ class _Product(torch.autograd.Function):
         every = table.reshape(-1, *table.shape[-2:])
         entries = [None] * len(every) if values is None else values.reshape(-1, values.size(-1))
         products = [pairs._matrix(each, transposed) @ one for each, one in zip(entries, every)]
-        return _stacked(products).reshape(table.shape)
+        return torch.stack(products).reshape(table.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -343,7 +343,7 @@ class _Products(torch.autograd.Function):
             torch.sparse.sampled_addmm(places, one, other.mT, beta=0.0).values()
             for one, other in zip(*both)
         ]
-        return _stacked(products).reshape(*left.shape[:-2], -1)
+        return torch.stack(products).reshape(*left.shape[:-2], -1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -354,8 +354,3 @@ class _Products(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             by_right = _Product.apply(gradient, left, ctx.pairs, True)
         return by_left, by_right, None
-
-
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """``torch.stack`` of parts; a single part is not copied."""
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
