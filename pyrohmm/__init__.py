@@ -74,6 +74,7 @@ from .analysis.model_check import calibrate as calibrate
 from .analysis.model_check import check_model as check_model
 from .analysis.model_check import report as report
 from .analysis.streaming import Filter as Filter
+from .chains import semi_markov as semi_markov
 from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
 from .data import readers as readers
@@ -181,7 +182,6 @@ from .nn.tagging import NeuralTagger as NeuralTagger
 from .ops import automata as automata
 from .ops import blocks as blocks
 from .ops import recursions as recursions
-from .ops import semi_markov as semi_markov
 from .ops.recursions import Posterior as Posterior
 
 __all__ = [n for n, x in vars().items() if n[0] != "_" and callable(x)]  # no module

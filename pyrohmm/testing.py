@@ -118,7 +118,7 @@ def _check_evidence(
     assert bool((slope == 0).all()), "impossible data have a gradient"
     filtered = chain.filtered(likelihood, lengths).exp()
     _close("sums of filtered", filtered.sum(-1), _exists(lengths, filtered), tolerance)
-    if chain.censored.get("censored_end", True):  # else a prefix ends with a segment
+    if chain.options.get("censored_end", True):  # else a prefix ends with a segment
         for i, length in enumerate(lengths.tolist()):
             prefixes = [Paths(chain, likelihood[i], t + 1) for t in range(length)]
             wanted = torch.stack([each.marginals()[-chain.num_states :] for each in prefixes])

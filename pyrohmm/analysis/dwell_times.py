@@ -17,11 +17,11 @@ from .._checks import (
     check_shape,
     check_size,
 )
+from ..chains.semi_markov import log_mean_duration, log_survival
 from ..data.steps import padded
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
-from ..ops import semi_markov
 from ..ops.log_space import logsumexp, step_mask
 
 
@@ -122,7 +122,7 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
         tensor([10., inf])
     """
     if isinstance(hmm, HSMM):
-        return semi_markov.log_mean_duration(hmm.log_duration).exp()
+        return log_mean_duration(hmm.log_duration).exp()
     return (-_log_leave(hmm)).exp()
 
 
@@ -187,7 +187,7 @@ def dwell_time_log_survival(hmm: HMM, num_steps: int) -> Tensor:
     """
     check_size("num_steps", num_steps)
     if isinstance(hmm, HSMM):
-        return _cut(semi_markov.log_survival(hmm.log_duration), num_steps)
+        return _cut(log_survival(hmm.log_duration), num_steps)
     _log_leave(hmm)  # raises if there is not one matrix
     return _log_stays(hmm, num_steps)
 

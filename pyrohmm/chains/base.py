@@ -14,6 +14,7 @@ from .._checks import broadcast_shapes, check_floats, check_log_simplex, check_s
 from .._precision import recomputing
 from .._sync import exceeds
 from .._transforms import gradients, transforming
+from ..ops import forward
 from ..ops.log_space import step_mask
 from ..ops.markov import refuse_nan
 from ..ops.recursions import ExpectedCounts
@@ -38,19 +39,16 @@ class Expansion(NamedTuple):
 class Chain:
     """The distribution p(z) of the hidden states, by named parameters.
 
-    A subclass sets ``cores`` and ``parameters``, and defines ``log_evidence``, ``filtered``,
-    ``viterbi``, ``sample_states``, or says in ``ops`` and ``tables`` which functions these are. It
-    defines ``log_prob``, and, where they exist, ``sample_prior``, ``expanded`` and ``stationary``.
-    All else follows from them. Log-likelihoods are ``(*B, T, K)``, lengths ``(*B)``; batch
-    dimensions broadcast with those of the parameters.
+    A subclass sets ``cores`` and ``parameters``, and defines ``arranged``, by which
+    :mod:`pyrohmm.ops.forward` takes its steps, or ``log_evidence``, ``filtered``, ``viterbi`` and
+    ``sample_states`` themselves. It defines ``log_prob``, and, where they exist, ``sample_prior``,
+    ``expanded`` and ``stationary``. All else follows from them. Log-likelihoods are
+    ``(*B, T, K)``, lengths ``(*B)``; batch dimensions broadcast with those of the parameters.
 
     Attributes:
         cores: The last dimensions of each parameter, by name: ``"K"`` is one of states, which a
             permutation of the states permutes; any other letter is a dimension of its own.
         parameters: By name, each with the batch dimensions ``(*b)`` before its core.
-        ops: Module of the recursions, functions of ``tables``, log-likelihoods and lengths.
-        tables: The parameters as these recursions take them.
-        censored: Further arguments of these: whether segments may be cut, of chains with durations.
         options: Further arguments of the constructor, which are no parameters.
         num_states: K.
         order: On how many states before it the next state depends.
@@ -60,9 +58,6 @@ class Chain:
     """
 
     cores: ClassVar[dict[str, Core]]
-    ops: ClassVar[Any]
-    tables: tuple[Any, ...]
-    censored: dict[str, bool]
     options: dict[str, Any]
     log_initial: Tensor  # (*b, K)
     order = 1
@@ -71,7 +66,7 @@ class Chain:
     per_step = False
 
     def __init__(self, **options: Any) -> None:
-        self.options, self.censored = options, {}
+        self.options = options
 
     def take(self, **parameters: Any) -> None:
         """Set parameters as attributes; arrays of NumPy become tensors."""
@@ -143,24 +138,27 @@ class Chain:
             .masked_fill(p.isneginf(), -torch.inf).log_softmax(-1)
         )  # fmt: skip
 
-    # Recursions: those of a module of ``ops``, unless a subclass has its own
+    # Recursions
+
+    def arranged(self, log_likelihood: Tensor, lengths: Tensor) -> forward.Arranged:
+        """The chain and its observations in the form of :mod:`pyrohmm.ops.forward`."""
+        raise NotImplementedError
 
     def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats, differentiable."""
-        return self.ops.log_evidence(*self.tables, log_likelihood, lengths, **self.censored)
+        return forward.log_evidence(self.arranged(log_likelihood, lengths))
 
     def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
-        return self.ops.filtered(*self.tables, log_likelihood, lengths)
+        return forward.filtered(self.arranged(log_likelihood, lengths))
 
     def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""
-        return self.ops.viterbi(*self.tables, log_likelihood, lengths, **self.censored)
+        return forward.viterbi(self.arranged(log_likelihood, lengths))
 
     def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
         """Sample paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
-        options = {"num_samples": num_samples} | self.censored
-        return self.ops.sample_states(*self.tables, log_likelihood, lengths, **options)
+        return forward.sample_paths(self.arranged(log_likelihood, lengths), num_samples)[0]
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths ``(*B, T)``, ``(*B)``."""

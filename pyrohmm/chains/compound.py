@@ -64,6 +64,8 @@ class ProductChain(MarkovRecursions):
         self.log_initials, self.log_transitions = tuple(log_initials), tuple(log_transitions)
         self.sizes = tuple(table.size(-1) for table in self.log_transitions)
         check_product(self.sizes)
+        pairs = zip(self.log_initials, self.log_transitions)
+        self.take(**dict(zip(self.cores, (part for pair in pairs for part in pair))))
 
     check_values = Chain.check_values  # rows sum to one if those of the parts do
 
@@ -80,16 +82,8 @@ class ProductChain(MarkovRecursions):
     @property
     def cores(self) -> dict[str, Core]:  # type: ignore[override]
         """Core dimensions of the initial probabilities and of the matrix of each chain."""
-        found: dict[str, Core] = {}
-        for m in range(len(self.sizes)):
-            found |= {f"log_initial_{m}": (f"K{m}",), f"log_transition_{m}": (f"K{m}", f"K{m}")}
-        return found
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """Initial probabilities and transition matrix of each chain."""
-        pairs = zip(self.log_initials, self.log_transitions)
-        return dict(zip(self.cores, (part for pair in pairs for part in pair)))
+        names, chains = {"log_initial": 1, "log_transition": 2}, range(len(self.sizes))
+        return {f"{name}_{m}": (f"K{m}",) * dim for m in chains for name, dim in names.items()}
 
     def replace(self, **changes: Any) -> ProductChain:
         """A copy with some parameters changed, by name or all of a kind."""
@@ -227,20 +221,19 @@ class SecondOrderChain(Chain):
         """Run the recursion ``query``; with few states, on the Markov chain of pairs of states."""
         found: Tensor
         if self.num_states > FEW:
-            found = getattr(forward, query)(self._by_steps(log_likelihood, lengths), *options)
+            found = getattr(super(), query)(log_likelihood, lengths, *options)
         else:
             of_pairs = log_likelihood.repeat(*[1] * (log_likelihood.dim() - 1), self.num_states + 1)
             found = getattr(self._pairs, query)(of_pairs, lengths, *options)
         return found
 
-    def _by_steps(self, log_likelihood: Tensor, lengths: Tensor) -> forward.Arranged:
-        """Arguments of :mod:`.forward`: messages of pairs, tables ``(middle, first, next)``."""
+    def arranged(self, log_likelihood: Tensor, lengths: Tensor) -> forward.Arranged:
+        """Messages of pairs of states, and tables ``(middle, first, next)``."""
         before = self.log_initial.unsqueeze(-2)
         pairs = torch.nn.functional.pad(before, (0, 0, 0, self.num_states - 1), value=-torch.inf)
         by_middle = self.log_second.unsqueeze(-2), self.log_transition.transpose(-3, -2)
         tables = torch.stack(torch.broadcast_tensors(*by_middle), -4)
-        batch = broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
-        return forward.arrange(pairs, tables, log_likelihood, lengths.cpu().long(), batch)
+        return forward.arrange(pairs, tables, log_likelihood, lengths)
 
     @property
     def _pairs(self) -> MarkovChain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ class MarkovRecursions(Chain):
         tensor(3.)
     """
 
-    ops: ClassVar[Any] = recursions
     is_markov = True
 
     @property
@@ -65,16 +64,30 @@ class MarkovRecursions(Chain):
         super().check_values()
         check_log_simplex("matrices", self.matrices)
 
-    @property
-    def tables(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Log initial probabilities and log transition matrices."""
-        return self.log_initial, self.matrices
+    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats, differentiable."""
+        return recursions.log_evidence(self.log_initial, self.matrices, log_likelihood, lengths)
+
+    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
+        return recursions.filtered(self.log_initial, self.matrices, log_likelihood, lengths)
+
+    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Most probable path, ``(*B, T)``; 0 at padded steps."""
+        return recursions.viterbi(self.log_initial, self.matrices, log_likelihood, lengths)
+
+    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
+        """Sample paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
+        parts = self.log_initial, self.matrices, log_likelihood, lengths
+        return recursions.sample_paths(*parts, num_samples=num_samples)[0]
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths."""
-        rows = self.matrices.flatten(-2)
-        cells = (states[..., :-1] * self.num_states + states[..., 1:]).unsqueeze(-1)
-        taken = rows.expand(*cells.shape[:-1], rows.size(-1)).gather(-1, cells).squeeze(-1)
+        before, after = states[..., :-1], states[..., 1:]
+        if self.matrices.size(-3) == 1:
+            taken = entry(self.matrices.squeeze(-3), before, after)
+        else:
+            taken = entry(self.matrices, before.unsqueeze(-1), after.unsqueeze(-1)).squeeze(-1)
         start = entry(self.log_initial, states[..., :1]).squeeze(-1)
         return start + taken.masked_fill(~exists[..., 1:], 0.0).sum(-1)
 
@@ -132,23 +145,9 @@ class MarkovChain(MarkovRecursions):
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         """Expected initial and transition counts by forward-backward."""
-        found = recursions.expected_counts(*self.tables, log_likelihood, lengths)
+        parts = self.log_initial, self.matrices, log_likelihood, lengths
+        found = recursions.expected_counts(*parts)
         return found if self.per_step else found.of_one_matrix()
-
-    def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
-        """Counts of first states and transitions of paths."""
-        if self.per_step:
-            return super().path_counts(states, exists)
-        size, weights = self.num_states, exists.expand(states.shape).to(self.log_initial.dtype)
-        cells = states[..., :-1] * size + states[..., 1:]
-        pairs = weights.new_zeros(*states.shape[:-1], size * size)
-        pairs = pairs.scatter_add_(-1, cells, weights[..., 1:]).unflatten(-1, (size, size))
-        first = weights.new_zeros(*states.shape[:-1], size)
-        first = first.scatter_add_(-1, states[..., :1], weights[..., :1])
-        return {
-            "log_initial": first.sum_to_size(self.log_initial.shape),
-            "log_transition": pairs.sum_to_size(self.log_transition.shape),
-        }
 
 
 class PathFactors(NamedTuple):

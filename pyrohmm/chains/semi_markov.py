@@ -1,17 +1,32 @@
-"""``SemiMarkovChain``: states that last for explicit durations."""
+r"""``SemiMarkovChain``: states that last for explicit durations (hidden semi-Markov models).
+
+A sequence is cut into segments. Each has a state and a duration d of 1 to D steps; the next state
+is drawn when it ends. The last segment may be cut by the end of the sequence (``censored_end``),
+and then counts with the probability that it lasts at least as long as is seen, or it ends there.
+The first segment begins with the sequence, or it was there before (``censored_start``): its state
+is drawn from ``log_initial``, and that r of its steps remain has the stationary probability
+
+.. math:: p(r | k) = \sum_{d \ge r} p(d | k) \; / \; \sum_d d \, p(d | k)
+
+of a process seen at any time. Recursions take time O(T K (K + D)) per sequence and memory O(T K);
+the chain over pairs of state and duration is never made.
+
+References:
+    Yu (2010), Hidden semi-Markov models; Cox (1962), Renewal theory: the forward recurrence time.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .._checks import check_floats
+from ..ops import forward
 from ..ops import markov as markov_ops
-from ..ops import semi_markov
-from ..ops.log_space import finite_or_zero
+from ..ops.log_space import finite_or_zero, logsumexp
 from ..ops.recursions import Posterior
 from .base import Chain, Core, Expansion, ExpectedCounts, entry
 from .markov import MarkovChain
@@ -26,14 +41,14 @@ class SemiMarkovChain(Chain):
         log_duration: ``(*b, K, D)``; entry d - 1 is that of d steps.
         censored_end: Whether the last segment may go on after the data.
         censored_start: Whether the first segment was there before the data.
+        log_mean: ``(*b, K)``, of durations, where that by which the first segment is divided shall
+            be a constant.
     """
 
     cores: ClassVar[dict[str, Core]] = {
         "log_initial": ("K",), "log_transition": ("K", "K"), "log_duration": ("K", "D"),
     }  # fmt: skip
 
-    ops: ClassVar[Any] = semi_markov
-    tables: tuple[Tensor, Tensor, Tensor]
     log_transition: Tensor
     log_duration: Tensor
 
@@ -44,12 +59,13 @@ class SemiMarkovChain(Chain):
         log_duration: Tensor,
         censored_end: bool = True,
         censored_start: bool = False,
+        log_mean: Tensor | None = None,
     ) -> None:
-        super().__init__(censored_end=censored_end, censored_start=censored_start)
+        super().__init__(
+            censored_end=censored_end, censored_start=censored_start, log_mean=log_mean
+        )
         self.take(log_initial=log_initial, log_transition=log_transition, log_duration=log_duration)
-        self.censored = self.options
         self.censored_end, self.censored_start = censored_end, censored_start
-        self.tables = self.log_initial, self.log_transition, self.log_duration
 
     @property
     def samples_alone(self) -> bool:  # type: ignore[override]
@@ -80,20 +96,43 @@ class SemiMarkovChain(Chain):
                 "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."
             )
 
+    def weights(self) -> Tensor:
+        """Log weights of segments by censoring at either end, ``(2, 2, *b, K, D)`` in float64.
+
+        The first index is one for the first segment, the second one for the last.
+        """
+        duration = self.log_duration.double()
+        survival = log_survival(duration)
+        right = survival if self.censored_end else duration
+        left, both = duration, right
+        if self.censored_start:
+            log_mean = self.options["log_mean"]
+            log_mean = log_mean_duration(duration) if log_mean is None else log_mean
+            left = survival - log_mean.unsqueeze(-1)
+            both = log_survival(left) if self.censored_end else left
+        return torch.stack([duration, right, left, both]).unflatten(0, (2, 2))
+
+    def arranged(self, log_likelihood: Tensor, lengths: Tensor) -> forward.Arranged:
+        """Messages over the steps of a segment so far, ``(D, K)``."""
+        duration = self.log_duration
+        weights = self.weights().mT.movedim((0, 1), (-4, -3))  # (*b, 2, 2, D, K)
+        initial = self.log_initial.to(torch.promote_types(self.log_initial.dtype, duration.dtype))
+        initial = pad(initial.unsqueeze(-2), (0, 0, 0, duration.size(-1) - 1), value=-torch.inf)
+        logs = self.log_transition[..., None, None, :, :]
+        return forward.arrange(initial, logs, log_likelihood, lengths, weights)
+
     def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Filtered states, whether or not a segment must end with the data."""
-        parts = *self.tables, log_likelihood, lengths
-        return semi_markov.filtered(*parts, self.censored_start)
+        chain = self.replace(censored_end=True)
+        return forward.filtered(chain.arranged(log_likelihood, lengths))
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths, whose segments are their runs."""
         duration = self.log_duration
-        opens, closes, age = semi_markov.boundaries(states, exists)
+        opens, closes, age = boundaries(states, exists)
         last = closes & ~pad(exists[..., 1:], (0, 1))
         column = age.clamp(max=duration.size(-1)) - 1
-        weights = semi_markov.segment_weights(
-            duration, self.censored_end, self.censored_start
-        ).flatten(0, 1)
+        weights = self.weights().flatten(0, 1)
         interior, right, left, both = (entry(part, states, column) for part in weights)
         lasted = torch.where(last, right, interior)
         is_first = opens.cumsum(-1) == 1
@@ -111,8 +150,8 @@ class SemiMarkovChain(Chain):
         if not self.censored_end or self.censored_start:
             return counts
         duration = self.log_duration
-        _, closes, age = semi_markov.boundaries(states, exists)
-        last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
+        _, closes, age = boundaries(states, exists)
+        last = closes & ~pad(exists[..., 1:], (0, 1))
         rows = duration.expand(*states.shape[:-1], *duration.shape[-2:])
         place = last.byte().argmax(-1, keepdim=True)
         state, least = states.gather(-1, place), age.gather(-1, place)
@@ -139,11 +178,9 @@ class SemiMarkovChain(Chain):
         a-th step. Without ``censored_end`` all are there twice, the second ones for a segment that
         ends at this step, as it must at the last. A path of the K states is one path of these.
         """
-        weights = semi_markov.segment_weights(
-            self.log_duration, self.censored_end, self.censored_start
-        )
-        weights = weights[: 1 + self.censored_start, 0].movedim(0, -2)  # between others, and first
-        survival = semi_markov.log_survival(weights)
+        weights = self.weights()[: 1 + self.censored_start, 0]
+        weights = weights.movedim(0, -2)  # between others, and first
+        survival = log_survival(weights)
         lasted = finite_or_zero(survival)
         stays = pad(survival[..., 1:] - lasted[..., :-1], (0, 1), value=-torch.inf).flatten(-2)
         ends = (weights - lasted).masked_fill(survival.isneginf(), 0.0)  # ages never reached
@@ -174,7 +211,7 @@ class SemiMarkovChain(Chain):
     def stationary(self) -> Tensor:
         """Stationary distribution of the states, ``(*b, K)``."""
         segments = markov_ops.stationary(self.log_transition)
-        spent = segments * semi_markov.log_mean_duration(self.log_duration).exp()
+        spent = segments * log_mean_duration(self.log_duration).exp()
         return spent / spent.sum(-1, keepdim=True)
 
     def factors(self) -> dict[str, Tensor]:
@@ -184,16 +221,69 @@ class SemiMarkovChain(Chain):
         """
         if not self.censored_start:
             return self.parameters
-        initial = self.log_initial - semi_markov.log_mean_duration(self.log_duration)
+        initial = self.log_initial - log_mean_duration(self.log_duration)
         return self.parameters | {"log_initial": initial}
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         """Expected counts; a censored segment counts under each whole duration that it may have."""
-        return semi_markov.expected_counts(
-            *self.tables, log_likelihood, lengths, self.censored_end, self.censored_start
-        )
+        # a first segment that is cut is divided by the mean duration, which no count is part of
+        chain = self.replace(log_mean=log_mean_duration(self.log_duration.double()))
+        return Chain.expected_counts(chain, log_likelihood, lengths)
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
         """Smoothed marginals, and expected transitions between segments of each sequence."""
         evidence, states, counts = self.counts_of_each(log_likelihood, lengths)
         return Posterior(evidence, states, counts["log_transition"])
+
+
+def log_survival(log_duration: Tensor) -> Tensor:
+    r"""Log-probability :math:`\log \sum_{d' \ge d} p(d' \mid k)` to last at least d steps.
+
+    Args:
+        log_duration: ``(*B, K, D)``, log-probabilities.
+
+    Returns:
+        ``(*B, K, D)``: entry d - 1 is that of d steps.
+
+    Example:
+        >>> log_survival(torch.tensor([[0.5, 0.0, 0.5]]).log()).exp()
+        tensor([[1.0000, 0.5000, 0.5000]])
+    """
+    sums, width = log_duration.double(), 1
+    while width < sums.size(-1):  # sums of this many entries, of twice as many, ...
+        beyond = pad(sums[..., width:], (0, width), value=-torch.inf)
+        sums, width = logsumexp(torch.stack([sums, beyond]), 0), 2 * width
+    return sums.to(log_duration.dtype)
+
+
+def log_mean_duration(log_duration: Tensor) -> Tensor:
+    r"""Log of the mean duration :math:`\log \sum_d d \, p(d \mid k)`, ``(*B, K)``.
+
+    Args:
+        log_duration: ``(*B, K, D)``, log-probabilities.
+
+    Example:
+        >>> log_mean_duration(torch.tensor([[0.5, 0.0, 0.5]]).log()).exp()
+        tensor([2.])
+    """
+    logs = log_duration.double()
+    steps = torch.arange(1, logs.size(-1) + 1, dtype=logs.dtype, device=logs.device)
+    return logsumexp(logs + steps.log(), -1).to(log_duration.dtype)
+
+
+def boundaries(states: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Starts and ends of segments of paths ``(*B, T)``, and how long they have lasted so far.
+
+    Args:
+        states: Integers; a segment is a run of equal ones.
+        present: Booleans, which steps exist.
+
+    Returns:
+        Booleans, booleans and integers, all ``(*B, T)``.
+    """
+    differ = states[..., 1:] != states[..., :-1]
+    opens = pad(differ, (1, 0), value=True) & present
+    later = pad(opens[..., 1:] | ~present[..., 1:], (0, 1), value=True)
+    steps = torch.arange(states.size(-1), device=states.device).expand(states.shape)
+    start = steps.masked_fill(~opens, 0).cummax(-1).values
+    return opens, later & present, steps - start + 1

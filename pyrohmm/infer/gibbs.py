@@ -269,7 +269,7 @@ class Gibbs(Chains):
         chain, values = hmm.chain, data.values
         if isinstance(chain, MarkovRecursions):
             found = hmm.symbol_factors(values)
-            parts: Any = found or (*chain.tables, hmm.log_likelihood(values), hmm.lengths)
+            parts: Any = found or (*hmm.log_factors(values), hmm.lengths)
             initial, matrices, logs, *rest = parts
             logs = tempered(logs, inverse) if self.ladder.size > 1 else logs
             states, evidence = recursions.sample_paths(initial, matrices, logs, *rest)

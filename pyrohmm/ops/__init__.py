@@ -12,6 +12,7 @@ Its modules; each imports only those above it:
 ``markov``            samples of paths of Markov chains, their stationary distribution
 ``products``          products of matrices between observations and states, and look-ups
 ``forward``           the forward pass of any chain in logarithms, by torch
+``_numba_segments``   its compiled loops, in which nothing leaves the range of numbers
 ``dense.chain``       Markov chains: the arguments, checked and in one form
 ``dense._triton``     all steps of their scaled messages in one kernel, on CUDA devices
 ``dense._torch``      their recursions as torch operations
@@ -20,8 +21,6 @@ Its modules; each imports only those above it:
 ``dense._backward``   compiled backward pass, scaled: expected counts
 ``dense._numba``      their recursions by those loops
 ``recursions``        forward-backward, Viterbi, path sampling of Markov chains
-``semi_markov``       the recursions of chains with durations
-``_numba_segments``   their compiled loops, in which nothing leaves the range of numbers
 ``blocks.states``     ``Blocks``: which states emit which symbols
 ``blocks.pairs``      transitions within the pairs of blocks that occur
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
@@ -38,6 +37,5 @@ from . import automata as automata
 from . import backends as backends
 from . import blocks as blocks
 from . import recursions as recursions
-from . import semi_markov as semi_markov
 from .recursions import ExpectedCounts as ExpectedCounts
 from .recursions import Posterior as Posterior

@@ -1,6 +1,6 @@
 """Compiled recursions of chains with durations, in float64 and in logarithms.
 
-Arrays are those of :class:`.forward.SortedChain`, but for weights ``(G, 2, 2, K, D)``, longest
+Arrays are those of :class:`.forward.Arranged`, but for weights ``(G, 2, 2, K, D)``, longest
 durations first; of a Markov chain, whose segments have one step, there may be a matrix for each
 step. For each state a window has the segments that may cover a step, each the logarithm of what
 leads to its beginning and of its observations so far: a step adds its log-likelihood to all, and a
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ._numba_math import call, copy, exp, inner, kernel, logsumexp, run, share, threads_of
-from .forward import Gradient, SortedChain
+from .forward import Arranged, Gradient
 
 TINY = 1e-270  # a sum of products below may have lost something, of numbers to 1
 LOW = -700.0  # the exponential of a smaller logarithm may not be a normal number
@@ -285,10 +285,9 @@ def _walk_back(
 # Of tensors --------------------------------------------------------------------------------------
 
 
-def _parts(chain: SortedChain) -> tuple[Tensor, ...]:
+def _parts(chain: Arranged) -> tuple[Tensor, ...]:
     """Contiguous arguments of the loops; segments of a Markov chain have one step."""
-    initial, likelihood, logs, weights, owner, _, last, _ = chain
-    assert last is not None
+    initial, likelihood, logs, weights, owner, last, *_ = chain
     weights = logs.new_zeros(logs.size(1), 2, 2, 1, logs.size(-1)) if weights is None else weights
     weights = weights.flip(-2).mT
     owner = last.new_zeros(len(last)) if owner is None else owner
@@ -313,12 +312,12 @@ def _passed(parts: tuple[Tensor, ...], filtering: bool = False) -> tuple[Tensor,
     return results
 
 
-def filtered(chain: SortedChain) -> Tensor:
+def filtered(chain: Arranged) -> Tensor:
     """Filtered states ``(N, T, K)``, not normalised; padded steps hold anything."""
     return _passed(_parts(chain), filtering=True)[3]
 
 
-def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
+def solve(chain: Arranged) -> tuple[Tensor, Gradient]:
     """Log evidence ``(N,)``, and the function from weights ``(N,)`` to its gradient."""
     parts = _parts(chain)
     arrive, ends, evidence, _ = _passed(parts)
@@ -346,7 +345,7 @@ def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
     return evidence.clone(), gradient
 
 
-def viterbi(chain: SortedChain) -> Tensor:
+def viterbi(chain: Arranged) -> Tensor:
     """Most probable paths ``(N, T)``; zeros at padded steps."""
     initial, transition, weights, *rest = parts = _parts(chain)
     arrive, ends = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.likelihood)
@@ -355,7 +354,7 @@ def viterbi(chain: SortedChain) -> Tensor:
     return _paths(parts, arrive, ends, ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2))[0]
 
 
-def sample_paths(chain: SortedChain, num_samples: int) -> tuple[Tensor, Tensor]:
+def sample_paths(chain: Arranged, num_samples: int) -> tuple[Tensor, Tensor]:
     """Paths ``(S, N, T)`` of the posterior, sampled backwards; and log evidence ``(N,)``."""
     parts = _parts(chain)
     arrive, ends, evidence, _ = _passed(parts)

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from .._checks import broadcast_shapes
+from .._checks import broadcast_shapes, check_lengths
 from .._precision import recomputing, with_gradient
-from .._transforms import transforming
+from .._transforms import refuse_transforms, transforming
 from .backends import NUMBA, compiled, pick
 from .log_space import finite_or_zero, largest, log, logsumexp, normalised, step_mask
 
@@ -37,17 +36,19 @@ Gradient = Callable[[Tensor], tuple[Tensor, ...]]
 Algebra = Any  # what a sum over states is: one of the classes below
 
 
-class SortedChain(NamedTuple):
-    """N sequences in float64, the longest first for torch, and G tables that they share."""
+class Arranged(NamedTuple):
+    """N sequences in float64, and G tables that they share."""
 
     initial: Tensor  # (N, H, W), log
     likelihood: Tensor  # (N, T, W), log, of the states
     logs: Tensor  # (S, G, R|1, k, k), log, of S transitions: the last for all after the others
     weights: Tensor | None  # (G, 2, 2, D, W), log, of segments: is it the first, is it the last
     owner: Tensor | None  # (N,), which of the G tables each has; None if there is one
-    counts: list[int]  # how many sequences have each step, up to the last that one has
-    last: Tensor | None  # (N, 1), the last step of each, of what is carried over those after it
+    last: Tensor  # (N, 1), the last step of each, of what is carried over those after it
     loops: Any  # the module that computes; None for torch
+    shift: Tensor  # (N,), what was subtracted from the logarithms of each sequence
+    batch: torch.Size  # of N sequences
+    dtype: torch.dtype  # of the arguments
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -56,12 +57,12 @@ class SortedChain(NamedTuple):
 
     def replaced(
         self, initial: Tensor, likelihood: Tensor, logs: Tensor, weights: Tensor | None = None
-    ) -> SortedChain:
-        """Copy of the chain with other tensors."""
-        return SortedChain(initial, likelihood, logs, weights, *self[4:])
+    ) -> Arranged:
+        """Copy with other tensors."""
+        return Arranged(initial, likelihood, logs, weights, *self[4:])
 
-    def by_rows(self) -> SortedChain:
-        """Copy of the chain with one table per sequence, if there are several tables."""
+    def by_rows(self) -> Arranged:
+        """Copy with one table per sequence, if there are several tables."""
         if self.owner is None:
             return self
         weights = None if self.weights is None else self.weights.index_select(0, self.owner)
@@ -72,71 +73,52 @@ class SortedChain(NamedTuple):
         """Index among the S transitions of the one that leads to step t."""
         return min(t, len(self.logs)) - 1
 
-
-class Arranged(NamedTuple):
-    """Sequences sorted by length, with what restores their order, shape and dtype."""
-
-    chain: SortedChain
-    order: Tensor  # (N,), the sequence that each row is
-    batch: torch.Size
-    dtype: torch.dtype
-    shift: Tensor  # (N,), what was subtracted from the logarithms of each sequence
-
     def restored(self, rows: Tensor, dim: int = 0) -> Tensor:
-        """Results of sequences ``(*, N, *)`` in the order and the batch shape of the arguments."""
-        if self.chain.last is None:  # else all have kept their place
-            rows = rows.index_select(dim, self.order.argsort().to(rows.device))
+        """Results of sequences ``(*, N, *)`` in the batch shape of the arguments."""
         return rows.reshape((*rows.shape[:dim], *self.batch, *rows.shape[dim + 1 :]))
 
 
 def arrange(
-    initial: Tensor, logs: Tensor, likelihood: Tensor, lengths: Tensor, batch: torch.Size,
+    initial: Tensor, logs: Tensor, likelihood: Tensor, lengths: Tensor,
     weights: Tensor | None = None, narrow: bool = True,
 ) -> Arranged:  # fmt: skip
-    """Sequences in float64, the longest first, by differentiable operations.
-
-    Within transforms, which may not know the lengths, and by compiled loops, all keep their place.
+    """Sequences in float64, in rows, by differentiable operations.
 
     The largest logarithm of each step, and of each matrix of a Markov chain, is subtracted, lest
     sums over steps grow so large that none of their digits are left for the differences.
 
     Args:
-        initial: ``(*b, H, W)``.
+        initial: ``(*b, H, W)``; batch dimensions broadcast.
         logs: ``(*b, S, R|1, k, k)``: the last of S for all transitions after the others.
         likelihood: ``(*b, T, W)``.
-        lengths: ``(*b)``, on the CPU.
-        batch: What ``(*b)`` broadcast to.
+        lengths: ``(*b)``.
         weights: ``(*b, 2, 2, D, W)``, of a semi-Markov chain.
         narrow: Whether compiled loops are faster than matrix products of torch.
     """
-    lengths, device = lengths.expand(batch).reshape(-1), likelihood.device
+    lead, device = logs.shape[:-4], likelihood.device
+    if weights is not None:
+        lead = broadcast_shapes(lead, weights.shape[:-4])
+    batch = broadcast_shapes(lead, initial.shape[:-2], likelihood.shape[:-2], lengths.shape)
+    lengths = lengths.cpu().long()
+    check_lengths(lengths, likelihood.size(-2))
+    lengths = lengths.expand(batch).reshape(-1)
     fits = narrow and logs.size(-3) == 1 and not transforming()
     loops = compiled("_numba_segments") if pick(device, fits) is NUMBA else None
-    order, longest = torch.arange(len(lengths)), likelihood.size(-2)
-    in_place = transforming() or loops is not None
-    if not in_place:
-        order = lengths.argsort(descending=True, stable=True)
-        longest = int(lengths.max()) if len(lengths) else 1
-    where = order.to(device)
 
-    def rows(tensor: Tensor, core: int) -> Tensor:
-        tail = tensor.shape[tensor.dim() - core :]
-        tensor = tensor.double().expand(*batch, *tail).reshape(len(order), *tail)
-        return tensor if in_place else tensor.index_select(0, where)
+    def rows(tensor: Tensor) -> Tensor:
+        core = tensor.shape[-2:]
+        return tensor.double().expand(*batch, *core).reshape(batch.numel(), *core)
 
     def grouped(table: Tensor) -> Tensor:
         core = table.shape[-4:]
         return table.double().expand(*lead, *core).reshape(lead.numel(), *core)
 
-    lead = logs.shape[:-4]
-    if weights is not None:
-        lead = broadcast_shapes(lead, weights.shape[:-4])
-        weights = grouped(weights)
     tables, owner = grouped(logs).movedim(1, 0), None
+    weights = None if weights is None else grouped(weights)
     if lead.numel() > 1:
-        owner = torch.arange(lead.numel()).reshape(lead).expand(batch).reshape(-1)[order].to(device)
-    seen = rows(likelihood, 2)
-    peak, steps = largest(seen, (-1,)), step_mask(lengths[order], seen.size(1), device)
+        owner = torch.arange(lead.numel()).reshape(lead).expand(batch).reshape(-1).to(device)
+    seen = rows(likelihood)
+    peak, steps = largest(seen, (-1,)), step_mask(lengths, seen.size(1), device)
     seen = (seen - peak).masked_fill(~steps.unsqueeze(-1), 0.0)
     shift = peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1)
     if weights is None:  # segments end at some steps alone
@@ -145,14 +127,11 @@ def arrange(
         moved = most.flatten(1).index_select(0, places).mT
         moved = moved if owner is None else moved[owner]  # (1|N, T - 1)
         tables, shift = tables - most, shift + moved.masked_fill(~steps[:, 1:], 0.0).sum(-1)
-    last = (lengths - 1).unsqueeze(-1).to(device) if in_place else None
-    counts = [len(order)] * longest
-    if not in_place:
-        counts = (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist()
-    tensors = rows(initial, 2), seen, tables, weights
     dtype = torch.promote_types(likelihood.dtype, initial.dtype)
-    dtype = torch.promote_types(dtype, logs.dtype)
-    return Arranged(SortedChain(*tensors, owner, counts, last, loops), order, batch, dtype, shift)
+    return Arranged(
+        rows(initial), seen, tables, weights, owner, (lengths - 1).unsqueeze(-1).to(device), loops,
+        shift, batch, torch.promote_types(dtype, logs.dtype),
+    )  # fmt: skip
 
 
 # What a sum over states is -----------------------------------------------------------------------
@@ -185,10 +164,9 @@ class SumProduct:
             return found
         if self.again is None:
             lost = (total > 0) & (total < self.lossless)
-            self.lost[: len(lost)] |= lost.flatten(1).any(-1)
+            self.lost |= lost.flatten(1).any(-1)
             return found
-        rows = self.again[self.again < len(scores)]
-        for part in rows.split(max(1, AT_ONCE // (scores[0].numel() * scores.size(-1)))):
+        for part in self.again.split(max(1, AT_ONCE // (scores[0].numel() * scores.size(-1)))):
             table = logs if len(logs) == 1 else logs[part]
             found = found.index_put((part,), PairSumProduct.over(scores[part], table))
         return found
@@ -294,19 +272,22 @@ def _lasting(weights: Tensor, t: Any, is_last: bool) -> Tensor:
 # The passes --------------------------------------------------------------------------------------
 
 
-def forward_messages(chain: SortedChain, probs: Tensor, algebra: Algebra) -> list[Tensor]:
-    """Forward messages in logarithms, ``(n_t, H, W)`` for each step t."""
+def _taken(chain: Arranged, algebra: Algebra, t: int, message: Tensor, *parts: Tensor) -> Tensor:
+    """Messages after step t, with its log-likelihoods and tables; those of ended rows stay."""
+    seen, *tables = parts
+    moved = _step(algebra, t, message, *tables) + seen
+    return torch.where((t <= chain.last).unsqueeze(-1), moved, message)
+
+
+def forward_messages(chain: Arranged, probs: Tensor, algebra: Algebra) -> list[Tensor]:
+    """Forward messages in logarithms, ``(N, H, W)`` for each step t."""
     messages = [chain.initial + chain.likelihood[:, :1]]
-    for t, count in enumerate(chain.counts[1:], 1):
-        message = _step(algebra, t, messages[-1][:count], *_at(chain, probs, t))
-        message = message + chain.likelihood[:count, t : t + 1]
-        if chain.last is not None:
-            message = torch.where((t <= chain.last).unsqueeze(-1), message, messages[-1])
-        messages.append(message)
+    for t in range(1, chain.likelihood.size(1)):
+        messages.append(_taken(chain, algebra, t, messages[-1], *_at(chain, probs, t)))
     return messages
 
 
-def _summed(chain: SortedChain) -> tuple[Algebra, Tensor, list[Tensor]]:
+def _summed(chain: Arranged) -> tuple[Algebra, Tensor, list[Tensor]]:
     """Sum-product forward pass: semiring, transition factors, messages."""
     if transforming():
         return PairSumProduct, chain.logs, forward_messages(chain, chain.logs, PairSumProduct)
@@ -314,32 +295,18 @@ def _summed(chain: SortedChain) -> tuple[Algebra, Tensor, list[Tensor]]:
     return algebra, probs, algebra.twice(partial(forward_messages, chain, probs))
 
 
-def _at(chain: SortedChain, probs: Tensor, t: int) -> tuple[Tensor, ...]:
-    """Transition tables and segment weights of step t, for sequences still running."""
-    place, count = chain.place(t), chain.counts[t]
-    tables = chain.logs[place][:count], probs[place][:count]
-    return tables if chain.weights is None else (*tables, chain.weights[:count])
+def _at(chain: Arranged, probs: Tensor, t: int) -> tuple[Tensor, ...]:
+    """Log-likelihoods, transition tables and segment weights of step t."""
+    place, weights = chain.place(t), [] if chain.weights is None else [chain.weights]
+    return chain.likelihood[:, t : t + 1], chain.logs[place], probs[place], *weights
 
 
-def _ends(chain: SortedChain, messages: list[Tensor]) -> list[tuple[Any, Tensor, Tensor | None]]:
-    """Last step, messages and weights of sequences grouped by length, the longest first."""
-    found, weights = [], chain.weights
-    if chain.last is not None:
-        return [(chain.last, messages[-1], weights)]
-    for t, (message, end) in enumerate(zip(messages, [*chain.counts[1:], 0])):
-        if end < len(message):
-            if chain.weights is not None and len(chain.weights) > 1:
-                weights = chain.weights[end : len(message)]
-            found.append((t, message[end:], weights))
-    return found[::-1]
+def _evidence(last: Tensor, message: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Log evidence ``(N,)`` from the messages of the last step."""
+    return logsumexp(_end(last, message, weights).flatten(1), -1)
 
 
-def _evidence(chain: SortedChain, messages: list[Tensor]) -> Tensor:
-    """Log evidence ``(N,)`` from forward messages."""
-    return logsumexp(torch.cat([_end(*parts).flatten(1) for parts in _ends(chain, messages)]), -1)
-
-
-def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
+def solve(chain: Arranged) -> tuple[Tensor, Gradient]:
     """Log evidence ``(N,)``, and the function from weights ``(N,)`` to its gradient."""
     if chain.loops is not None:
         found: tuple[Tensor, Gradient] = chain.loops.solve(chain)
@@ -354,38 +321,25 @@ def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
             tables = [torch.zeros_like(x).index_add(d, chain.owner, part) for x, d, part in sums]
         return initial, states, *tables
 
-    return _evidence(rows, messages), gradient
+    return _evidence(rows.last, messages[-1], rows.weights), gradient
 
 
 def _gradient(
-    chain: SortedChain, algebra: Algebra, probs: Tensor, messages: list[Tensor], weight: Tensor
+    chain: Arranged, algebra: Algebra, probs: Tensor, messages: list[Tensor], weight: Tensor
 ) -> tuple[Tensor, ...]:
     """Derivatives by the tensors of the evidences times weights ``(N,)``, a step at a time."""
     states, by_logs, by_probs = (torch.zeros_like(x) for x in (chain.likelihood, probs, probs))
-    by_weights = [] if chain.weights is None else [torch.zeros_like(chain.weights)]
-    flow = messages[-1][:0]
-    ends = {t: parts for t, *parts in _ends(chain, messages)}
-    for t in range(len(messages) - 1, -1, -1):
-        if t in ends:
-            first, count = len(flow), len(messages[t])
-
-            def evidence(message: Tensor, *weights: Tensor, t: int = t) -> Tensor:
-                return logsumexp(_end(t, message, *weights).flatten(1), -1)
-
-            ending = (part for part in ends[t] if part is not None)
-            stopped, *more = _pulled(evidence, weight[first:count], *ending)
-            flow = torch.cat([flow, stopped])
-            for total, part in zip(by_weights, more):
-                total[slice(first, count) if len(total) > 1 else slice(None)] += part
-        states[: len(flow), t] = flow.sum(1)
-        if t == 0:
-            break
-        parts = messages[t - 1][: len(flow)], *_at(chain, probs, t)
-        flow, *more = _pulled(partial(_step, algebra, t), flow, *parts)
+    ending = partial(_evidence, chain.last)
+    flow, *by_weights = _pulled(ending, weight, messages[-1], *chain.tensors[3:])
+    for t in range(len(messages) - 1, 0, -1):
+        parts = messages[t - 1], *_at(chain, probs, t)
+        flow, seen, *more = _pulled(partial(_taken, chain, algebra, t), flow, *parts)
+        states[:, t] = seen.squeeze(1)
         tables = by_logs[chain.place(t)], by_probs[chain.place(t)], *by_weights
         for total, part in zip(tables, more):
             if part is not None:
-                total[: len(part)] += part
+                total += part
+    states[:, 0] = flow.sum(1)
     return flow, states, by_logs + by_probs * probs, *by_weights
 
 
@@ -406,25 +360,19 @@ def _pulled(
 
 def log_evidence(arranged: Arranged) -> Tensor:
     """Log evidence ``(*B)``, differentiable any number of times."""
-    chain = arranged.chain
     value = with_gradient(
-        lambda *tensors: solve(chain.replaced(*tensors)),
-        lambda *tensors: _by_pairs(chain.replaced(*tensors)),
-        *chain.tensors, dtype=arranged.dtype,
+        lambda *tensors: solve(arranged.replaced(*tensors)),
+        lambda *tensors: _by_pairs(arranged.replaced(*tensors)),
+        *arranged.tensors, dtype=arranged.dtype,
     )  # fmt: skip
     return arranged.restored(value + arranged.shift).to(arranged.dtype)
 
 
-def log_evidence_by_pairs(arranged: Arranged) -> Tensor:
-    """Log evidence ``(*B)``, by differentiable operations of torch alone."""
-    value = _by_pairs(arranged.chain)
-    return arranged.restored(value + arranged.shift).to(arranged.dtype)
-
-
-def _by_pairs(chain: SortedChain) -> Tensor:
+def _by_pairs(chain: Arranged) -> Tensor:
     """Log evidence ``(N,)``, by sums over all pairs of states."""
     chain = chain.by_rows()
-    return _evidence(chain, forward_messages(chain, chain.logs, PairSumProduct))
+    messages = forward_messages(chain, chain.logs, PairSumProduct)
+    return _evidence(chain.last, messages[-1], chain.weights)
 
 
 @recomputing
@@ -433,75 +381,59 @@ def filtered(arranged: Arranged) -> Tensor:
 
     Each step is taken as the last.
     """
-    chain = arranged.chain.by_rows()
-    count, num_steps, _ = chain.likelihood.shape
-    if chain.loops is not None and not transforming():
-        scores = normalised(arranged.chain.loops.filtered(arranged.chain))
+    if arranged.loops is not None and not transforming():
+        scores = normalised(arranged.loops.filtered(arranged))
     else:
-        steps = []
-        for t, message in enumerate(_summed(chain)[2]):
-            weights = chain.weights if chain.weights is None else chain.weights[: len(message)]
-            states = normalised(logsumexp(_end(t, message, weights), 1))
-            steps.append(pad(states, (0, 0, 0, count - len(message)), value=-torch.inf))
-        scores = pad(torch.stack(steps, 1), (0, 0, 0, num_steps - len(steps)), value=-torch.inf)
-    if chain.last is not None:
-        after = torch.arange(num_steps, device=scores.device) > chain.last
-        scores = scores.masked_fill(after.unsqueeze(-1), -torch.inf)
-    return arranged.restored(scores).to(arranged.dtype)
+        chain = arranged.by_rows()
+        ends = (_end(t, x, chain.weights) for t, x in enumerate(_summed(chain)[2]))
+        scores = torch.stack([normalised(logsumexp(end, 1)) for end in ends], 1)
+    after = (torch.arange(scores.size(1), device=scores.device) > arranged.last).unsqueeze(-1)
+    return arranged.restored(scores.masked_fill(after, -torch.inf)).to(arranged.dtype)
 
 
 @torch.no_grad()
 def viterbi(arranged: Arranged) -> Tensor:
     """Most probable path of the states, ``(*B, T)``; 0 at padded steps."""
-    chain = arranged.chain
-    if chain.loops is not None:
-        return arranged.restored(chain.loops.viterbi(chain))
-    chain = chain.by_rows()
+    refuse_transforms("the most probable path")
+    if arranged.loops is not None:
+        return arranged.restored(arranged.loops.viterbi(arranged))
+    chain = arranged.by_rows()
     messages = forward_messages(chain, chain.logs, MaxProduct)
     path = _walk_back(chain, MaxProduct, messages, lambda logs: logs.argmax(-1), torch.Size())
     return arranged.restored(path)
 
 
-def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
-    """Sample paths of the states, ``(num_samples, *B, T)``; 0 at padded steps."""
-    return sample_paths(arranged, num_samples)[0]
-
-
 @torch.no_grad()
 def sample_paths(arranged: Arranged, num_samples: int) -> tuple[Tensor, Tensor]:
-    """As :func:`sample_states`, and the log evidence ``(*B)`` in float64."""
-    chain = arranged.chain
-    if chain.loops is not None:
-        paths, evidence = chain.loops.sample_paths(chain, num_samples)
+    """Sample paths ``(num_samples, *B, T)``, 0 at padded steps; log evidence in float64."""
+    refuse_transforms("samples of paths")
+    if arranged.loops is not None:
+        paths, evidence = arranged.loops.sample_paths(arranged, num_samples)
     else:
-        chain = chain.by_rows()
+        chain = arranged.by_rows()
         algebra, _, messages = _summed(chain)
         paths = _walk_back(chain, algebra, messages, drawn, torch.Size([num_samples]))
-        evidence = _evidence(chain, messages)
+        evidence = _evidence(chain.last, messages[-1], chain.weights)
     return arranged.restored(paths, 1), arranged.restored(evidence + arranged.shift)
 
 
 def _walk_back(
-    chain: SortedChain, algebra: Algebra, messages: list[Tensor],
+    chain: Arranged, algebra: Algebra, messages: list[Tensor],
     choose: Callable[[Tensor], Tensor], samples: torch.Size,
 ) -> Tensor:  # fmt: skip
     """Backtrack paths ``(*S, N, T)`` of the states; 0 at padded steps.
 
     ``choose`` returns a column for each row of log-probabilities.
     """
-    ends = torch.cat([_end(*parts).flatten(1) for parts in _ends(chain, messages)])
-    last = choose(ends.expand(*samples, *ends.shape))
-    shape = (*samples, *chain.likelihood.shape[:2])
-    path = torch.zeros(shape, dtype=torch.long, device=last.device)
-    place = last[..., :0]
-    for t in range(len(chain.counts) - 1, -1, -1):
-        if count := place.size(-1):
-            logs, _, *weights = _at(chain, chain.logs, t + 1)
-            parts = place, messages[t][:count], logs, *weights
-            place = _before(algebra, choose, t + 1, *parts)
-        place = torch.cat([place, last[..., place.size(-1) : chain.counts[t]]], -1)
-        path[..., : place.size(-1), t] = place % chain.likelihood.size(-1)
-    return path
+    last = chain.last.squeeze(-1)
+    ends = _end(chain.last, messages[-1], chain.weights).flatten(1)
+    places = [choose(ends.expand(*samples, *ends.shape))]
+    for t in range(len(messages) - 1, 0, -1):
+        _, logs, _, *weights = _at(chain, chain.logs, t)
+        before = _before(algebra, choose, t, places[-1], messages[t - 1], logs, *weights)
+        places.append(torch.where(t <= last, before, places[-1]))
+    path = torch.stack(places[::-1], -1) % chain.likelihood.size(-1)
+    return path.masked_fill(torch.arange(len(messages), device=path.device) > chain.last, 0)
 
 
 def drawn(logs: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ from torch import Tensor
 
 from .._choices import FEW, WIDEST, WIDEST_PATHS, flushing
 from .._precision import recomputing, with_gradient
-from .._transforms import evidence_and_gradient, refuse_transforms, transforming
+from .._transforms import by_operations, evidence_and_gradient, refuse_transforms, transforming
 from . import forward
 from .backends import NUMBA, compiled, pick
 from .dense import _torch
@@ -208,8 +208,6 @@ def filtered(
     with torch.no_grad():
         scores = filtered_scaled(grouped(arguments), arguments.dtype)
     scores = scores.to(arguments.dtype).reshape(*arguments.batch, *scores.shape[-2:])
-    if bool((arguments.lengths == scores.size(-2)).all()):
-        return scores
     padded = ~step_mask(arguments.lengths, scores.size(-2), scores.device)
     return scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
 
@@ -241,30 +239,18 @@ def best_paths(
         return paths.reshape(*batch, chain.num_steps), possible.reshape(batch)
 
 
-def sample_states(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_likelihood: Tensor,
-    lengths: Tensor,
-    num_samples: int = 1,
-) -> Tensor:
-    r"""Samples of paths from :math:`p(z_{1:T} \mid x_{1:T})`: filter forward, sample backward.
-
-    Returns:
-        ``(num_samples, *B, T)`` integers; 0 at padded steps.
-    """
-    parts = log_initial, log_transition, log_likelihood, lengths
-    return sample_paths(*parts, num_samples=num_samples)[0]
-
-
 @flushing
 def sample_paths(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor,
     symbols: Tensor | None = None, known: Tensor | None = None, num_samples: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As :func:`sample_states`, and the log evidence ``(*B)`` in float64.
+    r"""Samples of paths from :math:`p(z_{1:T} \mid x_{1:T})`: filter forward, sample backward.
 
     The arguments are those of :func:`log_evidence`.
+
+    Returns:
+        ``(num_samples, *B, T)`` integers, 0 at padded steps; and the log evidence ``(*B)`` in
+        float64.
     """
     refuse_transforms("samples of paths")
     parts = log_initial, log_transition, log_likelihood, lengths, symbols, known
@@ -294,7 +280,7 @@ def _twin(arguments: Arguments) -> Callable[..., Tensor]:
 
     def evidence(initial: Tensor, transition: Tensor, logs: Tensor) -> Tensor:
         parts = arguments._replace(initial=initial, transition=transition, logs=logs)
-        return forward.log_evidence_by_pairs(_by_steps(parts)).to(arguments.dtype)
+        return by_operations(forward.log_evidence, _by_steps(parts)).to(arguments.dtype)
 
     return evidence
 
@@ -320,7 +306,7 @@ def _by_steps(arguments: Arguments) -> forward.Arranged:
     """Convert the arguments to the form that :mod:`.forward` takes, for torch."""
     initial, transition = arguments.initial.unsqueeze(-2), arguments.transition.unsqueeze(-3)
     parts = initial, transition, arguments.likelihood, arguments.lengths
-    return forward.arrange(*parts, arguments.batch, narrow=False)
+    return forward.arrange(*parts, narrow=False)
 
 
 # In the range of numbers that each sequence needs -----------------------------------------------
@@ -425,17 +411,16 @@ def _in_log_space(chain: Groups, each: bool = False) -> forward.Arranged:
     if each:
         matrices = matrices.expand(*chain.lengths.shape, *matrices.shape[2:])
     parts = chain.initial.unsqueeze(-2), matrices, chain.likelihood, chain.lengths
-    return forward.arrange(*parts, chain.lengths.shape, narrow=engine(chain) is not _torch)
+    return forward.arrange(*parts, narrow=engine(chain) is not _torch)
 
 
 def log_space(chain: Groups, each: bool) -> tuple[Tensor, Gradient]:
     """Log evidence ``(G, n)`` and its gradient, by the forward pass in log space, in float64."""
     arranged = _in_log_space(chain, each)
-    value, gradient = forward.solve(arranged.chain)
+    value, gradient = forward.solve(arranged)
 
     def restored(weight: Tensor) -> tuple[Tensor, ...]:
-        order = arranged.order.to(weight.device)
-        initial, states, table = gradient(weight.double().reshape(-1)[order])
+        initial, states, table = gradient(weight.double().reshape(-1))
         initial, states = (arranged.restored(part) for part in (initial.squeeze(1), states))
         return initial, table.squeeze(2), chain.by_logs(states)
 

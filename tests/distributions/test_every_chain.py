@@ -294,7 +294,7 @@ def test_predictions_are_those_of_the_expanded_chain(hmm):
     torch.testing.assert_close(predicted.sum(-1), hmm.log_prob(values))
     marginals = [queries.observation_marginals(each, values).mean for each in (hmm, chain)]
     torch.testing.assert_close(marginals[0][hmm.exists], marginals[1][hmm.exists])
-    if chain.transition_per_step or not hmm.chain.censored.get("censored_end", True):
+    if chain.transition_per_step or not hmm.chain.options.get("censored_end", True):
         return
     filtered = of_states(chain, chain.filtered(values), size)
     torch.testing.assert_close(hmm.filtered(values), filtered)
@@ -338,7 +338,7 @@ def test_what_follows_completes_the_joint_density(name):
     times = {"times": hmm.times[:, :3]} if name == "times" else {}
     past = hmm.replace(lengths=torch.full((3,), 3), **times)
     ahead = queries.continuation(past, values[:, :3], hmm.times[:, 3:] if times else 2)
-    if hmm.chain.censored.get("censored_end", True):
+    if hmm.chain.options.get("censored_end", True):
         joint = hmm.log_prob(values)
     else:
         paths = torch.cartesian_prod(*[torch.arange(3)] * T).unsqueeze(1).expand(-1, 3, -1)
@@ -409,7 +409,7 @@ def ask(hmm, values):
         found["duration_counts"] = lambda: hmm.duration_counts(values)
     if (hmm.chain.per_step and not timed) or getattr(hmm, "rates_per_step", False):
         return found
-    if hmm.chain.censored.get("censored_end", True):
+    if hmm.chain.options.get("censored_end", True):
         found["Filter"], found["predict"] = lambda: filtered()[0], predicted
         for part in ("state_probs", "mean", "variance"):
             found[part] = lambda part=part: getattr(hmm.forecast(values, ahead), part)

@@ -176,7 +176,7 @@ def random_chain(num_states, steps, batch=(), seed=0, scale=3.0, **kind):
 def test_many_states_agree_with_log_space(num_states, batch, kind):
     chain = random_chain(num_states, 5, batch, **kind)
     assert_answers(chain, chain.solved(), kind, ROUNDING[chain.log_likelihood.dtype])
-    assert (scores_of(chain, recursions.sample_states(*chain, num_samples=2)) > NEVER).all()
+    assert (scores_of(chain, recursions.sample_paths(*chain, num_samples=2)[0]) > NEVER).all()
 
 
 def test_float32_keeps_the_evidence_of_many_steps(engine):

@@ -40,17 +40,17 @@ CUTS = [(True, False), (False, False), (True, True), (False, True)]  # at the en
 def test_one_segment_lasts_through_a_chain_of_one_state(engine):
     _, _, duration, likelihood = problem(1, 4, 3)
     chain = torch.zeros(1), torch.full((1, 1), NEVER), duration
-    found = semi_markov.log_evidence(*chain, likelihood, torch.tensor(3))
+    found = SemiMarkovChain(*chain).log_evidence(likelihood, torch.tensor(3))
     wanted = likelihood.sum() + duration[0, 2:].logsumexp(0)
     torch.testing.assert_close(found, wanted)
     long = torch.zeros(5, 1)
-    assert semi_markov.log_evidence(*chain, long, torch.tensor(5)) == NEVER
+    assert SemiMarkovChain(*chain).log_evidence(long, torch.tensor(5)) == NEVER
 
 
 def test_hard_zeros_have_no_gradient_and_make_no_nan(engine):
     *chain, likelihood = problem(3, 4, 5, zeros=True)
     leaves = [part.requires_grad_() for part in (*chain, likelihood)]
-    value = semi_markov.log_evidence(*leaves, torch.tensor(5))
+    value = SemiMarkovChain(*leaves[:3]).log_evidence(leaves[3], torch.tensor(5))
     first = torch.autograd.grad(value, leaves, create_graph=True)
     second = torch.autograd.grad(sum((part**2).sum() for part in first), leaves)
     for leaf, gradient, other in zip(leaves, first, second):
@@ -92,7 +92,7 @@ def test_no_evidence_depends_on_an_entry_that_is_nan(engine, size, zeros, censor
             def evidence(number, place=place, entry=entry):
                 changed = [each.clone() for each in parts]
                 changed[place].view(-1)[entry] = number
-                return semi_markov.log_evidence(*changed, length, *censored)
+                return SemiMarkovChain(*changed[:3], *censored).log_evidence(changed[3], length)
 
             found = evidence(torch.nan)
             if not found.isnan():
@@ -129,9 +129,9 @@ def test_scaled_sums_are_those_in_logarithms(kind, cuts):
     answers = []
     for backend in (backends.NUMBA, backends.TORCH):
         with backends.use(backend):
-            parts = initial, transition, duration, likelihood, lengths
-            log_filtered = semi_markov.filtered(*parts, cuts[1])
-            answers.append((*semi_markov.expected_counts(*parts, *cuts), log_filtered.exp()))
+            chain = SemiMarkovChain(initial, transition, duration, *cuts)
+            filtered = chain.filtered(likelihood, lengths).exp()
+            answers.append((*chain.expected_counts(likelihood, lengths), filtered))
     assert answers[0][0].isfinite().any()
     for found, wanted in zip(*answers):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
