@@ -26,7 +26,7 @@ from ..ops.log_space import step_mask
 from .vocabulary import Vocabulary
 
 NO_CODE = -1  # of a symbol that is missing, and of a label that is not known
-PADDING = {"labels": -1.0, "rows": -1.0}  # zero elsewhere
+PADDING = {"labels": -1.0, "rows": -1.0, "locations": float("nan")}  # zero elsewhere
 DATES = (  # of offsets that differ, as over the change to summer time, read_csv leaves text
     "Convert the column: frame['time'] = "
     "pd.to_datetime(frame['time'], utc=True).dt.tz_convert(zone), such as zone='Europe/Berlin'."

@@ -107,6 +107,7 @@ def test_gaps_animals_and_rows(kind):
     assert data.values[1, :, 0].nan_to_num(-1).tolist() == [3, 4, -1, -1, -1]
     assert data.observed.sum(1).tolist() == [0, 2, 1]
     assert data.locations[1, 3].isnan().all()
+    assert data.locations[2, 2:].isnan().all()  # padding is no place: plots draw no line to it
     assert data[1:2].locations[0, 4].tolist() == [0, 4]
     states = torch.arange(5).expand(3, 5)
     assert data.to_dataframe(states=states)["state"].tolist() == [0, 0, 1, 2, 4, 1, 0]
