@@ -132,7 +132,7 @@ frame.head()
 
 # %%
 by_hour = pd.crosstab(frame["time"].dt.hour, frame["state"], normalize="index")
-axis = by_hour.plot.area(figsize=(8, 2.6), linewidth=0)
+axis = by_hour[names].plot.area(figsize=(8, 2.6), linewidth=0)  # in the colours of the states
 axis.set(xlabel="local hour", ylabel="share of days", ylim=(0, 1), xlim=(0, 23))
 axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 plt.show()

@@ -86,10 +86,11 @@ heights = dpp.log_diversity(matrices.permute(1, 2, 0, 3)).exp()
 
 figure, axes = plt.subplots(1, 3, figsize=(10, 3.2), layout="constrained")
 for panel, alpha in zip(axes, (1, 5, 50)):
-    panel.pcolormesh(grid, grid, heights.T**alpha, rasterized=True)
+    image = panel.pcolormesh(grid, grid, heights.T**alpha, vmin=0, vmax=1, rasterized=True)
     panel.set_title(f"det$^\\alpha$, α = {alpha}")
     panel.set_xlabel("p(1 → 1)")
 axes[0].set_ylabel("p(2 → 1)")
+figure.colorbar(image, ax=axes, label="density, not normalised")
 plt.show()
 
 # %% [markdown]
@@ -149,7 +150,7 @@ for alpha in (0.0, 0.5, 5.0, 50.0, 500.0):
     )
 
 # %%
-figure, axes = plt.subplots(1, 4, figsize=(12, 3.2), layout="constrained")
+figure, axes = plt.subplots(1, 4, figsize=(10, 2.8), layout="constrained")
 shown = {"true": torch.tensor(datasets.DIVERSE_TRANSITION)}
 for alpha in (0.0, 50.0, 500.0):
     fit = results[alpha][0]
@@ -157,10 +158,10 @@ for alpha in (0.0, 50.0, 500.0):
     order = metrics.align(hmm.viterbi(data.values), truth, 5).argsort()
     shown[f"α = {alpha:g}"] = hmm.log_transition.exp()[order][:, order].detach()
 for panel, (name, matrix) in zip(axes, shown.items()):
-    panel.imshow(matrix, vmin=0, vmax=1)
-    panel.set_title(name)
-    panel.set_xticks([])
-    panel.set_yticks([])
+    image = panel.imshow(matrix, vmin=0, vmax=1, cmap="Blues")
+    panel.set(title=name, xlabel="to state", xticks=range(5), yticks=range(5))
+axes[0].set_ylabel("from state")
+figure.colorbar(image, ax=axes, label="transition probability", aspect=12)
 plt.show()
 
 # %% [markdown]
@@ -268,9 +269,10 @@ evidence = grid_hmm.log_prob(faces.values).sum(-1)  # (100, 100)
 
 figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
 for panel, alpha in zip(axes, (0.0, 4.0)):
-    log_density = evidence + alpha * dpp.log_diversity(grid_matrices)
+    log_prior = alpha * dpp.log_diversity(grid_matrices) if alpha else 0.0  # -∞ on the diagonal
+    log_density = evidence + log_prior
     exact = log_density.flatten().softmax(0).reshape(100, 100)
-    panel.pcolormesh(grid, grid, exact.T, rasterized=True)
+    panel.pcolormesh(grid, grid, exact.T, cmap="Greys", rasterized=True)
     p_12, p_21 = ((1 - first) * exact).sum(), (second * exact).sum()
     print(f"α = {alpha:g}, exact: p(1 → 2) {p_12:.2f}, p(2 → 1) {p_21:.2f};", end=" ")
     print(f"below the diagonal {exact[first > second].sum():.4f}")
@@ -292,16 +294,17 @@ for panel, alpha in zip(axes, (0.0, 4.0)):
             f"p(2 → 1) {mean[1, 0]:.2f} ± {spread[1, 0]:.2f}; below the diagonal {below:.2f}"
         )
     panel.plot(transition[0, 0], transition[1, 0], "r*", markersize=12, label="true")
-    panel.set_title(f"α = {alpha:g}")
+    panel.set_title(f"α = {alpha:g}; grey: exact posterior")
     panel.set_xlabel("p(1 → 1)")
 axes[0].set_ylabel("p(2 → 1)")
 axes[0].legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# On the diagonal the two rows are equal and the prior is zero. Without the prior, a twentieth of
-# the posterior lies above the diagonal; with it, next to nothing: the prior makes it certain that
-# state 1 is more likely after itself than after state 2. It also moves the mass towards the corner:
+# On the diagonal the two rows are equal and the prior is zero. Without the prior, less than a tenth
+# of the posterior lies on the diagonal or above it; with it, next to nothing: the prior makes it
+# certain that state 1 is more likely after itself than after state 2. It also moves the mass
+# towards the corner:
 # both probabilities of a change are nearly halved, to about half of the true ones (stars). NUTS
 # agrees with the exact posterior if it starts below the diagonal. Started above it, with the prior,
 # most of its samples stay there, because the density vanishes on the diagonal. The same holds for

@@ -112,11 +112,13 @@ for name, value in results.items():
 figure, axis = plt.subplots(figsize=(5.5, 3.4), layout="constrained")
 history = [(report.step, math.exp(report.nats)) for report in fit.validation]
 axis.plot(*zip(*history), "o-", label="neural HMM, held out")
-for colour, (name, value) in zip(("0.8", "0.6", "0.4", "0.0"), results.items()):
-    axis.axhline(value, color=colour, linewidth=0.9, label=f"{name}, test")
+for style, (name, value) in zip((":", "-.", "--", "-"), results.items()):
+    axis.axhline(value, color="0.3", linestyle=style, linewidth=1.2, label=f"{name}, test")
 axis.set_xlabel("steps")
 axis.set_ylabel("perplexity")
 axis.set_yscale("log")
+axis.set_yticks([100, 150, 200, 300], [100, 150, 200, 300])
+axis.minorticks_off()
 axis.legend(fontsize=8)
 plt.show()
 
