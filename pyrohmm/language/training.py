@@ -61,8 +61,8 @@ def default_dropout(num_epochs: int, num_steps: int, tokens_per_parameter: float
     With few epochs a text is not learnt by heart, and most is learnt without dropout. The fewer
     tokens r there are for each parameter, the sooner it is: few are at most
     :math:`16 \sqrt[3]{r}`. With more a half of the states of each block is left out, and this falls
-    linearly to a quarter. That is within 2 % of the best perplexity in ``figures/dropout.json``,
-    one seed, where r is 0.04, 0.08 and 0.26.
+    linearly to a quarter. That is within 3 % of the best perplexity in ``figures/dropout.json``,
+    where r is 0.04, 0.08 (means of three seeds) and 0.26 (one seed).
 
     Args:
         num_epochs: How often each sentence is read.
