@@ -8,7 +8,8 @@ clipping are the defaults of ``LanguageModel.fit``. Words that do not occur in t
 learnt from are ``<unk>``, so that perplexities can be compared within a part only. The first half
 of the held-out sentences chooses the epoch that is kept, and is what ``course`` is of;
 ``perplexity`` is that of the second half, ``<eos>`` included. Rows without a seed have
-seed 0 and are of an earlier version; the picture says how many seeds there are. Times are those of the processor.
+seed 0 and are of an earlier version; the picture says how many seeds there are. Times are those of
+the processor.
 
 Writes ``dropout.json``, a row after each run, and ``dropout.png``.
 """
