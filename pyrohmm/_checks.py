@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -31,27 +31,33 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 SYNONYMS = [  # names of one argument, here and elsewhere
     text.split()
     for text in (
-        "num_states n_components n_states num_components K n_hidden hidden_size",
+        "num_states n_components n_states num_components K",
         "num_iterations n_iter max_iter steps num_steps iterations epochs num_epochs n_epochs",
         "learning_rate lr", "tolerance tol", "restarts n_restarts n_init", "progress verbose",
-        "num_samples n_samples size", "num_chains n_chains", "start init init_params",
+        "num_samples n_samples num_draws size", "num_chains n_chains", "start init init_params",
         "elbo loss num_particles", "generator seed random_state", "batch_size batchsize",
-        "emission emissions observations obs", "dim n_features num_features D", "axes ax",
-        "num_symbols n_symbols vocab_size n_features V", "observed mask", "names labels",
+        "emission emissions observations obs", "num_symbols n_symbols vocab_size n_features V",
+        "dim n_features num_features embedding_dim D", "hidden_dim hidden_size n_hidden",
+        "axes ax", "observed mask", "names labels", "num_parameters n_params",
+        "num_folds n_folds cv n_splits", "count k", "num_sequences n_sequences",
         "labels states y", "by group groups groupby id", "columns column values value",
         "time times timestamp", "covariates exog", "num_clusters n_clusters", "x times dates",
     )
 ]  # fmt: skip
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-WORDS = {  # by which fits are asked elsewhere
-    "states": "predict(data)", "viterbi": "predict(data)", "decode": "predict(data)",
-    "transform": "predict_proba(data)", "posterior": "predict_proba(data)",
-    "state_probs": "predict_proba(data)", "posteriors": "predict_proba(data)",
-    "score_samples": "predict_proba(data)", "log_prob": "score(data)",
-    "log_likelihood": "score(data)", "log_evidence": "score(data)", "loglik": "score(data)",
-    "params": "parameters", "transmat_": "hmm(data).log_transition.exp()",
-    "startprob_": "hmm(data).log_initial.exp()", "means_": "hmm(data).emission.mean",
+WORDS = {  # by which models are asked elsewhere: what a fit, and what its HMM has for it
+    word: meant
+    for words, *meant in (
+        ("states viterbi decode predict most_likely_states", "predict(data)", "viterbi"),
+        ("transform posterior posteriors state_probs score_samples predict_proba smoother",
+         "predict_proba(data)", "posterior"),
+        ("log_prob log_likelihood log_evidence loglik score", "score(data)", "log_prob"),
+        ("transmat_ transition", "hmm(data).log_transition.exp()", "log_transition.exp()"),
+        ("startprob_ initial", "hmm(data).log_initial.exp()", "log_initial.exp()"),
+        ("means_", "hmm(data).emission.mean", "emission.mean"), ("params", "parameters", ""),
+    )
+    for word in words.split()
 }  # fmt: skip
 
 
@@ -70,11 +76,24 @@ class OwnChecks(TorchDistribution):
 
     arg_constraints: dict[str, Constraint] = {}  # noqa: RUF012  # torch's interface
 
+    if not TYPE_CHECKING:  # which knows the attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            meant = WORDS.get(name, ("", ""))[1]
+            if not hasattr(type(self), meant.split(".")[0]):
+                return self.__getattribute__(name)  # raises, with the reason
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(f"{text}. Did you mean {meant}?")
+
+
+def synonyms(name: str, known: Iterable[str]) -> list[str]:
+    """The known arguments that are called ``name`` elsewhere."""
+    return [other for group in SYNONYMS if name in group for other in group if other in known]
+
 
 def unknown_argument(function: Callable[..., Any], name: str, known: Iterable[str]) -> TypeError:
     """Error for an unknown argument ``name``, with the known one that is meant, if any."""
-    alike = [other for group in SYNONYMS if name in group for other in group if other in known]
-    near = alike or get_close_matches(name, known, 1)
+    near = synonyms(name, known) or get_close_matches(name, known, 1, 0.75)
     cure = f" Did you mean {near[0]}?" if near else ""
     whose = function.__qualname__.removesuffix(".__init__")
     return TypeError(f"{whose}() got an unexpected keyword argument {name!r}.{cure}")
@@ -83,16 +102,23 @@ def unknown_argument(function: Callable[..., Any], name: str, known: Iterable[st
 def names_checked(function: Checked) -> Checked:
     """Decorator: for an unknown argument, suggest the one that is meant."""
     known = inspect.signature(function).parameters
-    if any(part.kind is part.VAR_KEYWORD for part in known.values()):
-        return function
+    others = any(part.kind is part.VAR_KEYWORD for part in known.values())  # of another function
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - known.keys():
-            raise unknown_argument(function, name, known)
+            if not others or synonyms(name, known):
+                raise unknown_argument(function, name, known)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def all_names_checked(module: dict[str, Any]) -> None:
+    """Let the public functions in the globals of a module suggest names: its last line."""
+    for name, value in list(module.items()):
+        if inspect.isfunction(value) and value.__module__ == module["__name__"] and name[0] != "_":
+            module[name] = names_checked(value)
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -277,7 +303,8 @@ def check_positive(name: str, tensor: Tensor) -> None:
 def check_size(name: str, value: int, least: int = 1) -> None:
     """Raise unless ``value`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int; got {type(value).__name__}. Call int() on it.")
+        cure = "Call int() on it." if hasattr(value, "__int__") else "Is it another argument?"
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}. {cure}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}; got {value}.")
 
@@ -292,15 +319,7 @@ def check_tolerance(value: float | None) -> None:
 
 
 def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = "") -> None:
-    """Raise unless integers lie between 0 and ``size - 1``, known as ``meaning``; reads values.
-
-    Args:
-        name: Of the argument.
-        tensor: Integers; may be empty.
-        size: What they must be below.
-        meaning: The size by its letter: ``"K - 1"``.
-        cure: What to do about it: a sentence.
-    """
+    """Raise unless integers lie between 0 and ``size - 1``, known as ``meaning``; reads values."""
     if tensor.numel() == 0 or transforming():
         return
     low, high = (int(end) for end in torch.aminmax(tensor))

@@ -4,6 +4,8 @@ import math
 from functools import partial
 
 import numpy as np
+import pandas
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -13,16 +15,21 @@ from pyrohmm import (
     HMM,
     HSMM,
     ContinuousTimeHMM,
+    DenseHMM,
     Filter,
+    LanguageModel,
     LinearChainCRF,
     MarginalModel,
+    NeuralHMM,
     Sequences,
     StickyHDPHMM,
     TabularContinuousTimeHMM,
+    TabularFactorialHMM,
     TabularHMM,
     TabularHSMM,
     beta,
     categorical,
+    datasets,
     fit_cooccurrence,
     fit_em,
     fit_map,
@@ -38,10 +45,12 @@ from pyrohmm import (
     poisson,
     queries,
     regression,
+    streams,
     to_arviz,
+    von_mises,
 )
 from pyrohmm.data import StoredSequences, Vocabulary
-from pyrohmm.data.readers import Entry, corpus_of
+from pyrohmm.data.readers import Entry, corpus_of, read_characters
 from pyrohmm.sklearn import GaussianHMM
 
 PI = torch.tensor([0.6, 0.4]).log()
@@ -87,6 +96,14 @@ def module():
 
 def model():
     return MarginalModel(module())
+
+
+def of_plate(data):
+    """A model whose plate has the size of a minibatch."""
+    loc = pyro.sample("loc", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    states = HMM(PI, A, dist.Normal(loc, 1.0), data.lengths)
+    with pyro.plate("sequences", len(data)):
+        pyro.sample("x", states, obs=data.values)
 
 
 def refuses(mistakes):
@@ -167,6 +184,22 @@ def test_distributions(mistake, error, words):
      "data must be those of the fit, of 5 observed steps; got 3"),
     ("cross-validation of a module", lambda: metrics.cross_validate(module(), data()), TypeError,
      "fit must be a function .* got TabularHMM. Give lambda part: fit_em"),
+    *[(f"hmm.{name}", lambda name=name: getattr(hmm(), name), AttributeError,
+       rf"'HMM' object has no attribute '{name}'. Did you mean {meant}")
+      for name, meant in {"decode": "viterbi", "predict": "viterbi", "smoother": "posterior",
+                          "score": "log_prob", "transmat_": "log_transition.exp"}.items()],
+    ("crf.decode", lambda: LinearChainCRF(torch.zeros(3, 2), A).decode(), AttributeError,
+     "Did you mean viterbi"),
+    *[(f"module.{name}", lambda name=name: getattr(module(), name), AttributeError,
+       rf"'TabularHMM' object has no attribute '{name}'. Ask a fit: fit_em\(module, data\)")
+      for name in ("viterbi", "log_prob", "fit", "predict", "means_", "log_transition", "hmm")],
+    ("matrices for each step", lambda: hmm(PI, A.expand(2, 2, 2, 2)[:, :1].expand(2, 5, 2, 2)),
+     ValueError, r"log_transition \(2, 5\).*say transition_per_step=True"),
+    *[(f"{query.__name__} of a {type(of).__name__}", lambda query=query, of=of: query(of, data()),
+       TypeError, f"fit must be a Fit, such as .*got {type(of).__name__}")
+      for query in (metrics.perplexity, metrics.state_usage) for of in (module(), X)],
+    ("accuracy of probabilities", lambda: metrics.one_to_one_accuracy(A, X[:, :2]), TypeError,
+     r"predicted must hold integers; .*take .argmax\(-1\)"),
     ("other device", lambda: hmm().log_prob(X.to("meta")), ValueError, "values on meta"),
     ("vectors transposed", lambda: of_vectors().log_prob(VECTORS.mT), ValueError,
      r"values must end in shape \(T, \*E\) = \(3, 2\); got shape \(2, 2, 3\)"),
@@ -205,8 +238,25 @@ def test_queries(mistake, error, words):
      TypeError, r"vocabulary must be a Vocabulary; got list. Give Vocabulary\(symbols\)"),
     ("words and what is missing", lambda: Vocabulary.from_counts(["a", 1, None]), TypeError,
      "symbols must be texts; got NoneType, int among them"),
+    *[(f"a {kind} for a list", lambda many=many: Sequences.from_list(many), TypeError,
+       f"sequences must be a list, an item for each; got {kind}")
+      for kind, many in {"dict": {"a": [1, 2]}, "DataFrame": pandas.DataFrame({"x": [1]})}.items()],
+    ("a column for a table", lambda: Sequences.from_dataframe(pandas.Series([1]), columns="x"),
+     TypeError, "frame must be a table; got the Series"),
+    ("a mask for lengths", lambda: data(lengths=BOOLEANS), TypeError,
+     r"lengths must hold integers; .*\.sum\(-1\) on a mask"),
+    ("a file for a text", lambda: read_characters(__file__), ValueError,
+     "text must be a text; got the file"),
+    ("symbols from one", lambda: fit_em(TabularHMM(2, categorical(4)), data(X.repeat(1, 16) + 1,
+                                                                            None)), UserWarning,
+     "symbol 0 never occurs, and 3 does"),
+    ("degrees", lambda: fit_em(TabularHMM(2, von_mises(2)), data(VECTORS * 90)), UserWarning,
+     "angles reach 90: are they degrees"),
+    ("a minibatch that is the whole", lambda: fit_map(of_plate, data(VECTORS[..., 0]), batch_size=1,
+                                                      num_iterations=1), UserWarning,
+     r'of 2: observe them in pyro.plate\("sequences", data.total, subsample=data.indices\)'),
     ("a path for a table", lambda: Sequences.from_dataframe("x.csv", columns="x"), TypeError,
-     "frame must be a table; got the text 'x.csv'"),
+     "frame must be a table; got the str 'x.csv'. .*read_csv"),
     *[(f"labels that are {kind}", lambda names=names: Sequences.from_dataframe(
         {"x": [1, 2], "state": names}, columns="x", labels="state"), TypeError,
        r"labels 'state' must be numbers; got text.*column.map\(.*NaN is unknown")
@@ -310,7 +360,27 @@ def test_data(mistake, error, words):
           ("mask", "observed", lambda: data(mask=BOOLEANS)),
           ("groupby", "by", lambda: Sequences.from_dataframe({}, columns="x", groupby="y")),
           ("ax", "axes", lambda: plots.transition(hmm(), ax=None)),
+          ("hidden_size", "hidden_dim", lambda: NeuralHMM(2, 3, hidden_size=4)),
+          ("n_features", "num_symbols", lambda: DenseHMM(2, n_features=3, dim=2)),
+          ("n_params", "num_parameters", lambda: metrics.bic(None, data(), n_params=3)),
+          ("n_folds", "num_folds", lambda: metrics.cross_validate(None, data(), n_folds=3)),
+          ("batchsize", "batch_size", lambda: metrics.perplexity(None, data(), batchsize=3)),
+          ("k", "count", lambda: queries.k_best(hmm(), X, k=3)),
+          ("num_samples", "num_draws", lambda: to_arviz(None, data(), num_samples=3)),
+          ("n_sequences", "num_sequences", lambda: datasets.casino(n_sequences=3)),
+          ("epochs", "num_epochs", lambda: LanguageModel.fit(None, None, epochs=2)),
       ]],
+    *[(f"by {wrong}, without a guess", call, TypeError, f"argument '{wrong}'.$")
+      for wrong, call in [
+          ("random_state", lambda: TabularHMM(2, categorical(3), random_state=0)),
+          ("log_prior", lambda: fit_map(model(), data(), log_prior=0.0)),
+      ]],
+    ("states and emission swapped", lambda: TabularHMM(categorical(3), 2), TypeError,
+     "num_states must be an int; got partial. Is it another argument"),
+    ("states of chains as one", lambda: TabularFactorialHMM(2, categorical(3)), ValueError,
+     r"num_states must hold .* Give them as \[2, 3\]"),
+    ("a list of streams", lambda: streams([normal(2), categorical(3)]), ValueError,
+     "families must be emission families"),
     ("covariances of hmmlearn", lambda: normal(2, covariance_type="full"), TypeError,
      "Families of covariances are normal_full, normal_tied and"),
     ("MAP by init", lambda: fit_map(model(), data(), init=1), TypeError, "'. Did you mean start"),

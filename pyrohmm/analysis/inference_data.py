@@ -24,6 +24,7 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
+from .._checks import names_checked
 from .._imports import imported
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -40,6 +41,7 @@ SAMPLE = ("chain", "draw")  # ArviZ's names
 Variables = dict[str, tuple[tuple[str, ...], Tensor]]  # dimensions and values by name
 
 
+@names_checked
 def to_arviz(
     posterior: Fit | MCMC | Mapping[str, Tensor] | PosteriorDraws,
     data: Sequences,

@@ -17,7 +17,7 @@ from scipy.special import chdtrc
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import check_integers, check_range, check_shape, check_size
+from .._checks import all_names_checked, check_integers, check_range, check_shape, check_size
 from ..data.parts import Parts, StoredSequences, in_parts, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
@@ -474,6 +474,8 @@ def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Sta
 
 def hmms_of(model: HMM | Fit, data: Data, batch_size: int) -> Iterable[tuple[HMM, Sequences]]:
     """Iterate over pairs of HMM and sequences; the HMMs of a fit are built batch by batch."""
+    if not isinstance(model, HMM):
+        check_fit(model)
     for whole in parts_of(in_parts(data)):
         parts = [whole] if isinstance(model, HMM) else batches_of(whole, batch_size)
         yield from zip([model] if isinstance(model, HMM) else model.hmms(parts), parts)
@@ -524,7 +526,7 @@ def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Te
 
 def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
     """Counts of steps by predicted (row) and true (column) state, ``(K, K)``."""
-    check_integers("predicted", predicted)
+    check_integers("predicted", predicted, "Of probabilities take .argmax(-1).")
     check_integers("truth", truth)
     check_shape("predicted", predicted, tuple(truth.shape), "that of truth")
     predicted, truth = predicted.long(), truth.long()
@@ -683,3 +685,6 @@ def diversity(probs: Tensor) -> Tensor:
     """
     size = probs.size(-2)
     return bhattacharyya(probs).sum((-2, -1)) / (size * (size - 1))
+
+
+all_names_checked(globals())

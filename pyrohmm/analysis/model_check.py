@@ -21,7 +21,7 @@ from pyro.ops.stats import quantile
 from scipy.special import chdtrc
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import all_names_checked, check_size
 from .._imports import __version__, imported
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -545,3 +545,6 @@ def _picture(axes: Any) -> str:
     imported("matplotlib.pyplot").close(figure)
     image = base64.b64encode(stream.getvalue()).decode()
     return f'<img alt="" src="data:image/png;base64,{image}">'
+
+
+all_names_checked(globals())

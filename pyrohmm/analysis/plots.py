@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import names_checked
+from .._checks import all_names_checked
 from .._imports import imported
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -49,7 +49,6 @@ MOST_SEQUENCES = 500  # rows of bars that can be told apart
 LONGEST = 200  # steps of a duration that are drawn unless they are asked for
 
 
-@names_checked
 def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Heat map of the transition matrix; row = from, column = to.
 
@@ -61,7 +60,6 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
     return square(single("transitions", hmm.log_transition).exp(), names, axes)
 
 
-@names_checked
 def graph(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Graph of the chain: states on a circle, an arrow for each probable transition.
 
@@ -116,7 +114,6 @@ def _arrow(axes: Axes, start: Any, end: Any, probability: float, num_states: int
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
-@names_checked
 def criterion(
     scores: Mapping[int, float] | Mapping[str, Mapping[int, float]],
     name: str = "criterion",
@@ -150,7 +147,6 @@ def criterion(
     return axes
 
 
-@names_checked
 def transition_posterior(
     samples: Tensor,
     names: Sequence[str] | None = None,
@@ -180,7 +176,6 @@ def transition_posterior(
     return square(flat.mean(0), names, axes, texts)
 
 
-@names_checked
 def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     """Draw the loss, in nats per observed step, against the step; of restarts, the best in colour.
 
@@ -201,7 +196,6 @@ def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     return axes
 
 
-@names_checked
 def forecast(
     predicted: Forecast,
     values: Tensor | None = None,
@@ -245,7 +239,6 @@ def forecast(
     return axes
 
 
-@names_checked
 def durations(
     hmm: HMM,
     *,
@@ -318,7 +311,6 @@ def _decoded(
     return shares.masked_fill(few, torch.nan), lasted.masked_fill(few, torch.nan)
 
 
-@names_checked
 def state_probs(
     probs: Tensor,
     names: Sequence[str] | None = None,
@@ -350,7 +342,6 @@ def state_probs(
     return axes
 
 
-@names_checked
 def timeline(
     states: Tensor,
     names: Sequence[str] | None = None,
@@ -399,7 +390,6 @@ def timeline(
     return axes
 
 
-@names_checked
 def series(
     hmm: HMM,
     values: Tensor,
@@ -459,7 +449,6 @@ def series(
     return axes
 
 
-@names_checked
 def track(
     locations: Tensor,
     states: Tensor,
@@ -516,3 +505,6 @@ def _names_of(states: Tensor, names: Sequence[str] | None) -> list[str]:
         text = f"names must have one for each state, 0 to {most}"
         raise ValueError(f"{text}; got {len(names)}: {list(names)}.")
     return names_or_numbers(names, most + 1 if names is None else len(names), "state ")
+
+
+all_names_checked(globals())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from .._checks import check_size, check_tensor
+from .._checks import all_names_checked, check_size, check_tensor
 from .._choices import CACHED
 from .._transforms import beside
 from ..chains.blocks import BlockLikelihood, CarriedState
@@ -486,3 +486,6 @@ def _conditional_cdf(hmm: HMM, values: Tensor, weights: Tensor) -> list[Tensor]:
         found = [(w * cdf(part, x.unsqueeze(at), below)).sum(at) for part, x, w in parts]
         limits.append(torch.cat(found).movedim(time, at))
     return limits
+
+
+all_names_checked(globals())

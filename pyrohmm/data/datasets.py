@@ -15,6 +15,7 @@ import re
 import torch
 from torch import Tensor
 
+from .._checks import names_checked
 from ..ops.markov import sample_path
 from .readers import Corpus, Entry, corpus_of, plain, read_characters
 from .sequences import Sequences
@@ -80,6 +81,7 @@ def casino_parameters() -> tuple[Tensor, Tensor, Tensor]:
     return initial, transition, emission
 
 
+@names_checked
 def casino(
     num_sequences: int, num_steps: int, generator: torch.Generator | None = None
 ) -> Sequences:

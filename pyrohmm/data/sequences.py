@@ -8,7 +8,7 @@ right to ``(N, T, *)``, with T the longest. A mask is True where something exist
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listed
 from typing import Any, cast
 
@@ -101,7 +101,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         check_values(values)
         values = regular("values", values)
         lengths = torch.full(values.shape[:1], values.size(1)) if lengths is None else lengths
-        check_integers("lengths", lengths)
+        check_integers("lengths", lengths, "Call .long() on it, or .sum(-1) on a mask.")
         check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)", "N is that of values.")
         lengths = lengths.cpu().long()
         check_lengths(lengths, values.size(1))
@@ -161,6 +161,9 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             tensor([[ True, False,  True],
                     [ True, False, False]])
         """
+        if hasattr(sequences, "columns") or isinstance(sequences, Mapping):
+            text = f"sequences must be a list, an item for each; got {type(sequences).__name__}"
+            raise TypeError(f"{text}. Give list(d.values()) of a dict, a table to from_dataframe.")
         if isinstance(sequences, np.ndarray | Tensor) and sequences.ndim == 2:
             count, steps = sequences.shape
             if steps * FLAT <= count and to_tensor("", sequences[:1]).dtype.is_floating_point:
@@ -244,7 +247,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         by: str | Listed[str] | None = None,
         time: str | None = None,
         labels: str | None = None,
-        covariates: Listed[str] | None = None,
+        covariates: str | Listed[str] | None = None,
         vocabulary: Vocabulary | None = None,
         dtype: torch.dtype | None = None,
         tags: Vocabulary | None = None,
@@ -260,7 +263,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             time: Column by which the rows of a sequence are sorted, kept as ``times``; dates,
                 starts of periods and durations in days.
             labels: Column of the known states, integers; -1, None, NaN or NA where not known.
-            covariates: Columns of the covariates.
+            covariates: Columns of the covariates, or the name of one.
             vocabulary: Encodes the values, which are symbols then.
             dtype: Of the values: see :meth:`from_concatenated`.
             tags: Encodes the labels, which are names then, None or NaN where not known.

@@ -40,7 +40,8 @@ def read_table(
         if bool(filled.any()):
             cure = "Add these rows to frame, or give gaps='ignore'."
             raise ValueError(f"covariates have no values at steps without a row. {cure}")
-        numbers, _ = read_columns("covariates", frame, covariates)
+        names = [covariates] if isinstance(covariates, str) else covariates
+        numbers, _ = read_columns("covariates", frame, names)
         steps["covariates"] = numbers[rows].double()
     return steps, table
 
@@ -53,11 +54,12 @@ def column(argument: str, frame: Any, name: str) -> np.ndarray:
     Raises:
         ValueError: If there is none of that name.
     """
-    if isinstance(frame, str):
-        raise TypeError(f"frame must be a table; got the text {frame!r}. Read it: read_csv(path).")
     levels = getattr(getattr(frame, "index", None), "names", ())
     names: Any = frame if isinstance(frame, Mapping) else getattr(frame, "column_names", None)
-    names = getattr(frame, "columns", ()) if names is None else names
+    names = getattr(frame, "columns", None) if names is None else names
+    if names is None:
+        text = f"frame must be a table; got the {type(frame).__name__} {frame!r:.40}"
+        raise TypeError(f"{text}. Read a file by read_csv(path); give a whole DataFrame.")
     if name in levels and name not in list(names):
         return to_numpy(frame.index.get_level_values(name))
     if name not in list(names):

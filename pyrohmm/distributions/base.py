@@ -38,6 +38,10 @@ from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_de
 
 MOST_SEQUENCES = 1 << 28
 OTHERS = "An HMM is of the lengths of its data: for others fit.hmm(data), or hmm.with_lengths(...)"
+PER_STEP = (
+    "Insert dimensions of size 1 with unsqueeze; of what has a dimension of steps say "
+    "transition_per_step=True, or emission_per_step=True"
+)
 DIMENSION = "Build the emission for the data: normal(D) for vectors of D, normal(0) for numbers"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
@@ -408,7 +412,7 @@ class ChainDistribution(OwnChecks):
 
 def _batch_of(shapes: dict[str, torch.Size]) -> torch.Size:
     """Broadcast batch shape; raise if it has more sequences than can be meant."""
-    batch = check_broadcast(shapes)
+    batch = check_broadcast(shapes, PER_STEP)
     if (count := math.prod(batch)) > MOST_SEQUENCES:
         listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(

@@ -11,11 +11,11 @@ from functools import reduce
 from typing import Any
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import (
+    OwnChecks,
     PyroValidation,
     check_broadcast,
     check_floats,
@@ -34,7 +34,7 @@ from ..ops.log_space import finite_or_zero, step_mask
 from .values import allowed_states, refuse_unknown
 
 
-class LinearChainCRF(TorchDistribution):
+class LinearChainCRF(OwnChecks):
     r"""Conditional random field: labels of whole sequences, with unnormalised scores.
 
     .. math:: p(y_{1:T}) = \frac{1}{Z} \exp \Big( s(y_1) + \sum_{t=1}^T e_t(y_t)
@@ -79,7 +79,6 @@ class LinearChainCRF(TorchDistribution):
         tensor([0, 1])
     """
 
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
 
     @uncompiled

@@ -8,6 +8,7 @@ likelihood inside the plate, not the priors.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -448,7 +449,7 @@ def remarks(data: Data, module: Any) -> list[str]:
     """Remarks on data that may not be as they were meant: for the notes of every fit.
 
     No step is observed; states are known from labels, so that no fit is supervised unnoticed;
-    symbols seem to be counted from one, or angles to be degrees.
+    symbols seem to be counted from one, or angles to be degrees. Of these it may warn.
 
     Args:
         data: What is fitted.
@@ -458,7 +459,7 @@ def remarks(data: Data, module: Any) -> list[str]:
         return ["no step is observed: the parameters are those of the priors or of the start"]
     if not isinstance(module, HMMModule):
         return []
-    count, total, text = data.num_labelled, int(data.lengths.sum()), list[str]()
+    count, total, text, sure = data.num_labelled, int(data.lengths.sum()), list[str](), False
     if count:
         text = [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
     some = data if isinstance(data, Sequences) else data.first
@@ -477,8 +478,12 @@ def remarks(data: Data, module: Any) -> list[str]:
     emission: Any = getattr(hmm.emission, "base_dist", hmm.emission)
     if numbers and isinstance(emission, VonMises | WrappedCauchy):
         text += [f"angles reach {high:g}: are they degrees? Radians are wanted: torch.deg2rad"]
+        sure = high > 3 * TURN
     elif is_categorical(emission) and high == emission.param_shape[-1] - 1:
         text += [f"symbol 0 never occurs, and {high} does: are they counted from one? Subtract it"]
+        sure = values.numel() > 10 * high
+    if sure:
+        warnings.warn(text[-1], stacklevel=5)
     return text
 
 

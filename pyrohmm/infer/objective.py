@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -344,12 +345,20 @@ def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: 
     Raises:
         ValueError: If the model's plate of sequences, or the guide, cannot follow minibatches.
     """
-    plates = sequence_plates(model, probe)
+    half = probe.with_total(2 * probe.total)
+    with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+        trace = poutine.trace(model).get_trace(half)
+    plates = sequence_plates(model, half, trace)
+    scales = [trace.nodes[name]["scale"] for name in trace.observation_nodes]
+    if all(isinstance(scale, float) and scale == 1.0 for scale in scales):
+        cure = 'observe them in pyro.plate("sequences", data.total, subsample=data.indices)'
+        text = f"a minibatch counts as no more than its own sequences, of {probe.total:g}"
+        warnings.warn(f"{text}: {cure}.", stacklevel=5)
     for name, plate in plates.items():
-        if plate.full_size != probe.total:
+        if plate.full_size != half.total:
             raise ValueError(
                 f"site {name!r} has one value for each sequence, and minibatches need a plate that "
-                f"takes some of {probe.total}, not of {plate.full_size}: "
+                f"takes some of {probe.total}, not {plate.full_size} at any time: "
                 f"pyro.plate({plate.name!r}, data.total, subsample=data.indices)."
             )
     if not plates or not isinstance(guide, AutoGuide):

@@ -313,7 +313,7 @@ class Fit:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             near = get_close_matches(name, dir(type(self)) + list(self.__dict__), 1)
             if name in WORDS:
-                text += f". Did you mean fit.{WORDS[name]}?"
+                text += f". Did you mean fit.{WORDS[name][0]}?"
             elif not name.startswith("_") and hasattr(HMM, name):
                 text += f". It is one of the HMM: fit.hmm(data).{name}"
             elif near and not name.startswith("_"):

@@ -6,6 +6,7 @@
     python -m pyrohmm.language score model test.txt
     python -m pyrohmm.language generate model 5
     python -m pyrohmm.language train more.txt --load model --save further
+    python -m pyrohmm.language distil gpt2 --states 1024 --save hmm
 
 Files have one sentence a line, its words separated by white space; they may be gzipped, and blank
 lines are passed over. Each sentence ends in ``<eos>``, which is predicted and counted. In several
@@ -35,26 +36,30 @@ import torch
 from torch import distributed
 from tqdm import tqdm
 
+from .._imports import imported
 from ..data.readers import read_lines
 from ..data.sequences import Sequences
 from ..infer.descent import RunOptions, Validation
 from ..infer.process_group import ProcessGroup
 from ..io.files import TENSORS, Checkpoint, check_directory
+from ..io.persistence import save
 from ..ops.automata import Automaton, must_contain, must_not_contain
+from .distillation import distil
 from .model import LanguageModel
 from .text import END, UNKNOWN, count_words, open_corpus, write_corpus
 
 OF_STEPS = ("num_epochs", "batch_tokens", "num_streams")  # what determines how many there are
 TRAIN, HELD_OUT = "train.tokens", "held_out.tokens"
-SUBCOMMANDS = {"score": "--lines", "generate": "--generate"}  # of a saved model
+SUBCOMMANDS = {"score": "--lines", "generate": "--generate", "distil": "--distil"}
 INTERRUPTED = 130  # the exit status of what Ctrl-C has ended
 EXAMPLES = """examples:
   python -m pyrohmm.language train train.txt --valid valid.txt --save model --score test.txt
   python -m pyrohmm.language score model test.txt
   python -m pyrohmm.language generate model 5 --prompt "once upon"
   python -m pyrohmm.language generate model 5 --must sea "the ship" --longest 20
+  python -m pyrohmm.language distil gpt2 --states 1024 --save hmm
 score and generate stand for the options --load model --lines and --load model --generate;
-a model of the texts of a transformer: pyrohmm.language.distil, in Python
+distil makes an HMM of tokens, which pyrohmm.load_hmm reads
 """
 
 
@@ -69,6 +74,8 @@ OF_FIT = {
     "rate": "learning_rate", "decay": "weight_decay", "clip": "clip_norm", "patience": "patience",
     "checkpoint": "checkpoint",
 }  # fmt: skip
+OF_DISTIL = {"states": "num_states", "texts": "num_texts", "epochs": "num_epochs",
+             "checkpoint": "checkpoint"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -106,13 +113,18 @@ def _as_options(arguments: Sequence[str]) -> Sequence[str]:
         return arguments
     if verb == "train" or not rest or rest[0].startswith("-"):
         return rest
-    return ["--load", rest[0], SUBCOMMANDS[verb], *rest[1:]]
+    load = [] if verb == "distil" else ["--load", rest.pop(0)]
+    return [*load, SUBCOMMANDS[verb], *rest]
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Exit with an error if options are missing or contradict each other."""
-    if not options.train and not options.load:
+    if options.distil and not (options.save and "num_states" in options):
+        parser.error("distil needs --save DIR, where the HMM goes, and --states K")
+    if not options.train and not options.load and not options.distil:
         parser.error("give text files to train on, --load DIR or both")
+    if absent := [name for name in options.train if not os.path.exists(name)]:
+        parser.error(f"{absent[0]} is no file, and none of train, score, generate and distil")
     if options.train and not options.save:
         parser.error("training needs --save DIR, where the model goes")
     for flag, name in (OF_WORDS | OF_CLUSTERS | OF_MODEL).items() if options.load else ():
@@ -151,7 +163,9 @@ def _keep(model: LanguageModel, options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train or load, then score and generate, as the options say."""
+    """Distil; or train or load, then score and generate, as the options say."""
+    if options.distil:
+        return run_distil(options)
     texts = {name: _read(name) for name in [*options.score, *options.lines]}
     model = train(options) if options.train else LanguageModel.load(options.load)
     model.module.to(options.device)
@@ -172,6 +186,18 @@ def run(options: argparse.Namespace) -> None:
             options.generate, generator, options.longest, options.prompt, constraint(options)
         ):
             print(sentence)
+
+
+def run_distil(options: argparse.Namespace) -> None:
+    """Distil an HMM from a model of ``transformers``, and save it."""
+    transformers = imported("transformers")
+    check_directory(options.save)
+    pyro.set_rng_seed(options.seed or 0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.distil)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.distil).to(options.device)
+    found = distil(model, tokenizer, **_given(options, OF_DISTIL))
+    save(found.hmm, options.save)
+    print(f"{found.fit}; saved to {options.save}\nheld out: {found.perplexity}")
 
 
 def constraint(options: argparse.Namespace) -> Automaton | None:
@@ -357,6 +383,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("what to do").add_argument
     add("--save", metavar="DIR", help="where the trained model goes")
     add("--load", metavar="DIR", help="a model that was saved; with text files, to train it on")
+    add("--distil", metavar="MODEL", help="a model of transformers that an HMM is to imitate")
     add("--valid", metavar="FILE", **several,
         help="held-out text; without it some lines of the training text are held out")  # fmt: skip
     add("--score", metavar="FILE", **several, help="text whose perplexity is wanted")
@@ -376,5 +403,6 @@ def _parser() -> argparse.ArgumentParser:
     _add(new, LanguageModel.from_data, OF_CLUSTERS)
     _add(new, LanguageModel, OF_MODEL)
     _add(new, count_words, OF_WORDS)
+    _add(new, distil, {"texts": "num_texts"})
     _add(parser.add_argument_group("training"), LanguageModel.fit, OF_FIT)
     return parser

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import check_size, names_checked
 from ..analysis.metrics import Perplexity
 from ..analysis.queries import predictive_log_prob
 from ..data.batches import batches_in_round, cut_by_steps
@@ -167,6 +167,7 @@ class LanguageModel:
 
     # Fitting
 
+    @names_checked
     def fit(
         self,
         data: Sentences,
@@ -371,8 +372,7 @@ class LanguageModel:
             ['a', 'is']
         """
         if isinstance(sentence, str | bytes):
-            text = "sentence must be a list of words, with None for each missing one"
-            raise TypeError(f"{text}. Split a string by .split().")
+            raise TypeError("sentence must be a list of words, None for missing ones: .split().")
         words = [each for item in sentence for each in ([None] if item is None else item.split())]
         check_size("the number of words of sentence", len(words))
         return self.steer(template(*words), len(words)).sample(count, generator)

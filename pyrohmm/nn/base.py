@@ -6,7 +6,7 @@ import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
@@ -15,7 +15,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._checks import check_tensor, names_checked
+from .._checks import WORDS, check_tensor, names_checked
 from ..distributions.hmm import HMM
 
 # held by whoever uses Pyro's handler stack or parameter store, which all threads share
@@ -121,6 +121,17 @@ class HMMModule(OwnParameters):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
+
+    if not TYPE_CHECKING:  # which knows the attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                if name not in {*WORDS, "fit", "hmm"} and not hasattr(HMM, name):
+                    raise
+                cure = "Ask a fit: fit_em(module, data).predict(data), or its HMM, .hmm(data)."
+                raise AttributeError(f"{error}. {cure}") from None
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM.

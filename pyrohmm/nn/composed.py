@@ -52,8 +52,8 @@ def streams(*families: EmissionFamily) -> EmissionFamily:
         >>> module().event_shape
         torch.Size([3])
     """
-    if not families:
-        text = "families is empty; wanted at least one emission family"
+    if not families or not all(map(callable, families)):
+        text = f"families must be emission families, at least one; got {families!r:.200}"
         raise ValueError(f"{text}. Give such as streams(normal(2), categorical(3)).")
     return partial(StreamsEmission, families=families)
 

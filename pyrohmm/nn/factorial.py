@@ -79,7 +79,7 @@ class TabularFactorialHMM(ChainTables, builds=FactorialHMM):
 
 def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:
     """Check the numbers of states of the chains, and return them as a tuple."""
-    sizes = tuple(num_states)
+    sizes = () if isinstance(num_states, int) else tuple(num_states)
     if not sizes:
         text = "num_states must hold the number of states of at least one chain"
         raise ValueError(f"{text}. Give them as [2, 3].")

@@ -14,8 +14,11 @@ from pathlib import Path
 import pyro
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from pyrohmm import LanguageModel, blocks
+from pyrohmm import LanguageModel, blocks, load_hmm
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import files as checkpoints
 from pyrohmm.io.files import read_tensors
@@ -239,9 +242,28 @@ def test_subcommands_stand_for_options(here, capsys):
     os.replace("text", "score")
     main(["score", "valid.txt", "--save", "other", *SMALL])
     assert LanguageModel.load("other").num_unknown(lines) == 0
-    with pytest.raises(SystemExit):
-        main(["generate"])
-    assert "give text files" in capsys.readouterr().err
+    for arguments, wanted in {
+        ("generate",): "give text files", ("perplexity", "m", "text"): "perplexity is no file, and",
+        ("distil", "gpt2"): "distil needs --save DIR, where the HMM goes, and --states K",
+    }.items():  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert wanted in capsys.readouterr().err
+
+
+def test_a_transformer_is_distilled(here, capsys):
+    """From the files of a tiny one, by the name of their directory."""
+    words = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
+    tokens = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "a")), bos_token="<s>", eos_token="</s>"
+    )
+    tokens.save_pretrained("gpt")
+    config = transformers.GPT2Config(vocab_size=4, n_embd=8, n_layer=1, n_head=2, n_positions=40)
+    transformers.GPT2LMHeadModel(config).save_pretrained("gpt")
+    main(["distil", "gpt", "--states", "3", "--texts", "50", "--epochs", "2", "--save", "hmm"])
+    shown = capsys.readouterr().out
+    assert "saved to hmm\nheld out: perplexity" in shown
+    assert load_hmm("hmm").emission.probs.shape == (3, 4)
 
 
 def test_sentences_contain_what_they_must(here, capsys):
