@@ -69,7 +69,7 @@ class Settings(NamedTuple):
 
     model: Model = MODEL
     sentences: int = 600  # to which the weights are fitted
-    rounds: int = 3
+    rounds: int = 30
     epochs: float = 0.35
     rate: float = 0.002  # of the joint training
     batch_tokens: int = 40_000  # of an evaluation

@@ -252,9 +252,6 @@ def _mixed(log_chain: Tensor, log_ngram: Tensor, logits: Tensor) -> Tensor:
     return logsumexp(torch.stack(torch.broadcast_tensors(*parts), -1), -1)
 
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]  # of each: both classes, the block before, its block
-
-
 class NGramMixture(HMMModule):
     r"""A :class:`NeuralHMM` in blocks mixed with an n-gram; exact, at the same cost.
 
@@ -341,19 +338,16 @@ class NGramMixture(HMMModule):
         )
 
     def fit_weights(
-        self, data: Sequences, num_rounds: int = 3, batch_tokens: int = 8192
+        self, data: Sequences, num_rounds: int = 30, batch_tokens: int = 8192
     ) -> NGramMixture:
         r"""Fit the weights to held-out text, under a standard normal prior; ``words`` stays.
 
-        In each round the gradient g of the evidence by the weight w of each word is computed; to
-        change that weight alone to v would multiply the likelihood by 1 + (v - w) g. The product of
-        this over all words is maximised by L-BFGS. A round that does not raise the joint density
-        is undone and ends the fit. Parameters that require no gradient stay, too.
+        The joint density is maximised by L-BFGS. Parameters that require no gradient stay, too.
 
         Args:
             data: Sequences with the n-gram as covariates, on which neither ``words`` nor the n-gram
                 was trained. Some hundreds suffice.
-            num_rounds: Largest number of rounds.
+            num_rounds: Largest number of iterations; of each the data are read about once.
             batch_tokens: Steps of sequences whose evidence is computed at once.
 
         Returns:
@@ -361,76 +355,27 @@ class NGramMixture(HMMModule):
         """
         own = self.block_class, self.block_before, self.symbol_class, self.symbol_block
         fitted = [part for part in own if part.requires_grad]
-        best, kept = -math.inf, list[Tensor]()
-        for _ in range(num_rounds + 1):
-            evidence, words, slopes = self._slopes(data, batch_tokens)
-            density = evidence + _log_normal(fitted).item()
-            if not density > best:
-                break
-            best, kept = density, [part.detach().clone() for part in fitted]
-            self._maximize(fitted, words, slopes)
-        for part, value in zip(fitted, kept):
-            part.data.copy_(value)
-        return self
-
-    def _maximize(self, fitted: list[nn.Parameter], words: Words, slopes: list[Tensor]) -> None:
-        """Maximise over the weights in one round, by gradients of the log evidence at old ones."""
-        old = [each.detach().sigmoid() for each in _at_words(self.weights(), words)]
+        order = data.lengths.argsort(stable=True)
+        parts = [data[index] for index in cut_by_steps(data.lengths, order, batch_tokens)]
+        with torch.no_grad(), in_mode(False, self):
+            hmms = [self(part.lengths, None, part.covariates) for part in parts]
         imported("torch._dynamo")  # an optimizer would, with signals
-        optimizer = torch.optim.LBFGS(fitted, max_iter=60, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(
+            fitted, max_iter=num_rounds, max_eval=2 * num_rounds, line_search_fn="strong_wolfe"
+        )
 
         def loss() -> Tensor:
             optimizer.zero_grad()
-            value = -_log_normal(fitted)
-            for new, weight, slope in zip(_at_words(self.weights(), words), old, slopes):
-                value = value - (1 + (new.sigmoid() - weight) * slope).log().double().sum()
-            value.backward()
-            return value
+            total = torch.stack([part.double().square().sum() / 2 for part in fitted]).sum()
+            total.backward()
+            for part, hmm in zip(parts, hmms):
+                mixed = NGramBlockHMM(hmm.words, hmm.ngram, self.weights())
+                nats = -mixed.log_prob(part.values).double().sum()
+                nats.backward(inputs=fitted)
+                total = total.detach() + nats.detach()
+            return total
 
         with torch.enable_grad():
             optimizer.step(loss)
         optimizer.zero_grad()
-
-    def _slopes(self, data: Sequences, batch_tokens: int) -> tuple[float, Words, list[Tensor]]:
-        """Log evidence, and its gradient by the mixture weights of each word, with word classes."""
-        evidence, found = 0.0, []
-        for index in cut_by_steps(data.lengths, data.lengths.argsort(stable=True), batch_tokens):
-            part = data[index]
-            with torch.no_grad(), in_mode(False, self):
-                hmm = self(part.lengths, None, part.covariates)
-            here = hmm.blocks.symbol_block.to(part.values.device)[part.values]
-            before = here.roll(1, 1)
-            before[:, 0] = hmm.blocks.num_blocks
-            words = hmm.ngram.block_class, hmm.ngram.symbol_class, before, here
-            logits = [each.requires_grad_() for each in _at_words(hmm.weights, words)]
-            tables = NGramWeights(
-                *(each.reshape(-1, 1).expand(-1, table.size(1))
-                  for each, table in zip(logits, hmm.weights))
-            )  # fmt: skip
-            places = torch.arange(here.numel(), device=here.device).reshape(here.shape)
-            ngram = hmm.ngram._replace(block_class=places, symbol_class=places)
-            with torch.enable_grad():
-                total = NGramBlockHMM(hmm.words, ngram, tables).log_prob(part.values).double().sum()
-                slopes = torch.autograd.grad(total, logits)
-            evidence += total.item()
-            found.append([each[part.exists] for each in (*words, *map(_by_weight, logits, slopes))])
-        block_class, symbol_class, before, here, *of = map(torch.cat, zip(*found))
-        return evidence, (block_class, symbol_class, before, here), of
-
-
-def _by_weight(logit: Tensor, slope: Tensor) -> Tensor:
-    """Gradient of the log evidence by a weight, from that by its logit; zero at weights 0 and 1."""
-    weight = logit.detach().sigmoid()
-    share = (weight + slope).clamp(0, 1)  # probability that the n-gram chose
-    return ((share - weight) / (weight * (1 - weight))).nan_to_num(0.0, 0.0, 0.0)
-
-
-def _log_normal(parts: list[nn.Parameter]) -> Tensor:
-    """Log-density of standard normal numbers, less a constant."""
-    return torch.stack([-0.5 * part.double().square().sum() for part in parts]).sum()
-
-
-def _at_words(weights: NGramWeights, words: Words) -> list[Tensor]:
-    """Logits of the mixture weights of each word: for its block, and for the word in it."""
-    block_class, symbol_class, before, here = words
-    return [weights.block[block_class, before], weights.symbol[symbol_class, here]]
+        return self
