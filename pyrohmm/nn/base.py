@@ -52,8 +52,9 @@ class OwnParameters(PyroModule):
             context = self._pyro_context
             if context.active:
                 return super().__call__(*args, **kwargs)
-            own, names = set(), set()
+            own, names, held = set(), set(), list[Tensor]()
             for name, parameter in self.named_parameters(remove_duplicate=False):
+                held += [] if parameter.requires_grad else [parameter]
                 own.add(id(parameter))
                 names.add(name.removesuffix("_unconstrained"))
             store, others = pyro.get_param_store(), {}  # names of others, such as of pyro.module
@@ -71,6 +72,8 @@ class OwnParameters(PyroModule):
                         store._param_to_name[parameter] = others[id(parameter)]
                     elif name in names:
                         _placed[parameter] = True
+                for parameter in held:  # the store makes all require a gradient
+                    parameter.requires_grad_(False)
                 context.used = False
 
 

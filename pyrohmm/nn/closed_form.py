@@ -177,6 +177,10 @@ class Family(PyroModule):
     supports: ClassVar[dict[str, constraints.Constraint]] = {}
     accounts_for_priors = False  # whether the M-step knows the priors of the parameters
 
+    def spaces(self) -> dict[str, constraints.Constraint]:
+        """Constraints of all parameters, with dots in the names of those of parts."""
+        return self.supports
+
     def add_parameters(self, **shapes: tuple[int, ...]) -> None:
         """Add random variables of these shapes.
 
@@ -202,15 +206,22 @@ class Family(PyroModule):
                 delattr(self, name)
             setattr(self, name, PyroParam(value.detach().clone(), self.supports[name]))
 
+    def owner(self, name: str) -> tuple[Any, str]:
+        """Submodule that has a parameter, and the parameter's name in it."""
+        path, _, last = name.rpartition(".")
+        return self.get_submodule(path), last
+
     def is_free(self, name: str) -> bool:
         """Whether the parameter ``name`` is fitted: it has a prior, or requires a gradient."""
-        if name in self._pyro_params:
-            return getattr(self, f"{name}_unconstrained").requires_grad
-        return name in self._pyro_samples
+        part, last = self.owner(name)
+        if last in part._pyro_params:
+            return bool(getattr(part, f"{last}_unconstrained").requires_grad)
+        return last in part._pyro_samples
 
     def has_prior(self, name: str) -> bool:
         """Whether the parameter ``name`` has a prior that is not :class:`Flat`."""
-        return not isinstance(self._pyro_samples.get(name), Flat | None)
+        part, last = self.owner(name)
+        return not isinstance(part._pyro_samples.get(last), Flat | None)
 
     def prior(self, name: str) -> Any:
         """Prior distribution of a parameter, given the parameters that it depends on."""

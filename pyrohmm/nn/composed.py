@@ -340,7 +340,7 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
             counts = torch.stack([zeros - own, others["known"] + own], -1)
             gate = row_mode(counts, prior if self.has_prior("gate") else None)[..., 0]
             mode = under("part.", mode) | {"gate": gate.clamp(LEAST, MOST)}
-            free = {n: x for n, x in mode.items() if (part := self._owner(n))[0].is_free(part[1])}
+            free = {name: value for name, value in mode.items() if self.is_free(name)}
             with pyro.validation_enabled(False):
                 own = zeros * self._own_zeros((self.at(free) if free else self).components())
         return mode, notes

@@ -193,8 +193,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
                 covariance = self.covariance.double()
             if self.flat:
                 fit = self._least_squares(squares, self._whitened(covariance))
-        mode = self._regression(fit.values) | {"covariance": covariance}
-        return {name: value for name, value in mode.items() if self.is_free(name)}, notes
+        return self._regression(fit.values) | {"covariance": covariance}, notes
 
     def _mode_of_covariance(self, squares: Tensor, fit: Slopes) -> tuple[Tensor, list[str]]:
         """The mode of covariances, given the slopes of a regression, and remarks."""

@@ -15,26 +15,24 @@ estimation in the presence of length bias).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import pyro
 import torch
 from pyro.distributions import Beta, Dirichlet, Gamma, Poisson
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
-from torch.distributions import constraints, transform_to
+from torch.distributions import constraints
 
 from .._checks import check_size
 from ..distributions.hard_zeros import exact_log_prob
-from ..ops import newton
 from ..ops.log_space import log
 from . import emissions
 from .closed_form import Family, Maximum, Statistics, check_mode, sample_rows, with_prior
 from .family import Number, family, positive
+from .newton import mode_by_newton
 
 BOUND = 30.0  # of unconstrained parameters: exp(-30) is no rate and exp(30) longer than any D
 
@@ -119,37 +117,21 @@ class Durations(Family):
             counts: ``(R, K, D)``.
             first: ``(R, K)``, how many of these began before the data; None if there are none.
         """
-        links = {name: transform_to(space) for name, space in self.supports.items()}
-        points = self.starts(counts)
-        for name in itertools.filterfalse(self.is_free, links):
-            points[name] = getattr(self, name).detach().to(counts).expand_as(points[name])
-        start = torch.stack([link.inv(points[name]) for name, link in links.items()], -1)
-        shape, double = start.shape, self.at(points)  # priors are as precise as their arguments
-        priors = {name: double.prior(name) for name in filter(self.has_prior, links)}
         steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
 
-        def values(point: Tensor) -> dict[str, Tensor]:
-            parts = point.clamp(-BOUND, BOUND).reshape(shape).unbind(-1)
-            return {name: link(part) for (name, link), part in zip(links.items(), parts)}
-
-        def log_joint(point: Tensor) -> Tensor:
-            found = values(point)
-            logs = self.at(found).forward()
+        def log_likelihood(module: Any) -> Tensor:
+            logs = module.forward()
             total = (counts * logs).sum(-1)
             if first is not None:
                 total = total - first * (logs + steps.log()).logsumexp(-1)
-            total = total + sum(prior.log_prob(found[n]) for n, prior in priors.items())
-            return total.flatten()
+            return total
 
-        free = torch.tensor([*map(self.is_free, links)], device=counts.device)
-        with pyro.validation_enabled(False):
-            derivatives = newton.of_function(log_joint)
-            best = newton.maximized(log_joint, derivatives, start.flatten(0, -2), free)
-            chosen = log_joint(best).reshape(shape[:-1]).argmax(0, keepdim=True)
-        found = filter(lambda item: self.is_free(item[0]), values(best).items())
-        mode = {name: x.gather(0, chosen).squeeze(0) for name, x in found}
+        mode = mode_by_newton(self, self.starts(counts), log_likelihood, -BOUND, BOUND)
         unknown = counts.sum(-1) == 0
-        return {n: x if n in priors else x.masked_fill(unknown, torch.nan) for n, x in mode.items()}
+        return {
+            name: value if self.has_prior(name) else value.masked_fill(unknown, torch.nan)
+            for name, value in mode.items() if self.is_free(name)
+        }  # fmt: skip
 
 
 class FreeDurations(Durations):

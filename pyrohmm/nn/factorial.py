@@ -230,8 +230,7 @@ class AdditiveNormalEmission(_Additive):
                 effects = (axes @ shares.unsqueeze(-1)).squeeze(-1)
             if self.is_free("variance"):
                 variance = self._variance(statistics, gram, moment, effects)
-        found = {"effects": effects.mT + self.effects_loc, "variance": variance}
-        return {name: value for name, value in found.items() if self.is_free(name)}, []
+        return {"effects": effects.mT + self.effects_loc, "variance": variance}, []
 
     def _variance(
         self, statistics: Statistics, gram: Tensor, moment: Tensor, effects: Any

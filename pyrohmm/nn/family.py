@@ -110,10 +110,6 @@ class Components(Emission):
         """The parameters of a distribution that the family emits, by name."""
         return {name: getattr(distribution, name) for name in self.supports}
 
-    def spaces(self) -> dict[str, Any]:
-        """Constraints of all parameters, with dots in the names of those of parts."""
-        return self.supports
-
     def components(self) -> TorchDistribution:
         """The distribution of the components, of batch shape ``(K, [D])``."""
         return self.kind(**{name: getattr(self, name) for name in self.supports})

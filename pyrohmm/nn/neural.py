@@ -171,95 +171,6 @@ def sample_kept_states(blocks: Blocks, kept: Blocks, device: torch.device) -> Te
     return kept.of_states(kept.without_padding(states, blocks.num_states).sort(-1).values)
 
 
-class _Large(HMMModule):
-    """Base of HMM modules with blocks of states and state dropout, which keep the last HMM."""
-
-    may_differ = ("num_drawn",)  # from that of a checkpoint, which restores it
-    _build: Any  # (kept states or None, blocks or None, lengths, observed) -> the HMM
-
-    def __init__(
-        self,
-        num_states: int,
-        num_symbols: int,
-        blocks: Blocks | None,
-        dropout: float | LinearDropout,
-    ) -> None:
-        super().__init__()
-        check_size("num_states", num_states)
-        check_size("num_symbols", num_symbols)
-        if blocks is not None and (blocks.num_states, blocks.num_symbols) != (
-            num_states, num_symbols,
-        ):  # fmt: skip
-            raise ValueError(
-                f"blocks must be of {num_states} states and {num_symbols} symbols, as the model; "
-                f"got {blocks}. Make them of its vocabulary."
-            )
-        if not isinstance(dropout, LinearDropout):
-            check_dropout("dropout", dropout)
-        else:
-            self.register_buffer("num_drawn", torch.tensor(0))
-        self.num_states, self.num_symbols = num_states, num_symbols
-        self.dropout: float | LinearDropout = dropout
-        self.blocks = blocks
-        one = torch.tensor([0], device="cpu"), torch.tensor([num_states], device="cpu")
-        self._partition = Blocks(*one) if blocks is None else blocks
-        parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
-        self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
-        self._lazy_last: tuple[list[Tensor], HMM] | None = None
-
-    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
-        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        _check_particles(self)
-        if self.training or torch.is_grad_enabled() or not self._is_fixed():
-            self._lazy_last = None
-            return self._build(*self._kept(), lengths, observed)
-        # without gradients the last HMM still holds, if no number has changed
-        numbers = [*self.parameters(), *self.buffers()]
-        if self._lazy_last is not None and _are_same(self._lazy_last[0], numbers):
-            return self._lazy_last[1].replace(lengths=lengths, observed=observed)
-        hmm = self._build(None, self.blocks, lengths, observed)
-        self._lazy_last = [tensor.clone() for tensor in numbers], hmm
-        return hmm
-
-    def _is_fixed(self) -> bool:
-        """Whether the HMM is a deterministic function of parameters and buffers."""
-        words = getattr(self, "words", self)
-        return isinstance(words, nn.Module) and not any(
-            isinstance(part, PyroModule) and part._pyro_samples for part in self.modules()
-        )
-
-    def get_extra_state(self) -> Tensor:
-        """Extra entry of ``state_dict``: a digest of the blocks."""
-        return torch.tensor(self._digest)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Raise if the saved parameters are of a model with other blocks."""
-        if int(state) != self._digest:
-            raise ValueError(
-                "the parameters are of a model with other blocks, in which other states emit the "
-                "symbols. Build the module with the blocks that were saved."
-            )
-
-    def _kept(self) -> tuple[Tensor | None, Blocks | None]:
-        """Sample the states that dropout keeps, None if all of them, and their blocks."""
-        share = self.dropout
-        if not (self.training and share):
-            return None, self.blocks
-        if isinstance(share, LinearDropout):
-            share = share(self._next_call())
-        if share == 0:
-            return None, self.blocks
-        kept = self._partition.keep(share)
-        states = sample_kept_states(self._partition, kept, next(self.parameters()).device)
-        return states, None if self.blocks is None else kept
-
-    def _next_call(self) -> int:
-        """Count a call in training mode: how many there were, read if others have counted some."""
-        count = cached(self.num_drawn, lambda: int(self.num_drawn))
-        self.num_drawn += 1
-        return cached(self.num_drawn, lambda: count + 1) - 1
-
-
 def _check_particles(module: PyroModule) -> None:
     """Raise if a variable with a prior has several particles, which networks cannot take."""
     for path, part in module.named_modules():
@@ -283,7 +194,7 @@ def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
     )
 
 
-class NeuralHMM(_Large):
+class NeuralHMM(HMMModule):
     r"""HMM whose logits are inner products of networks of embeddings (eq. 3, 4).
 
     .. math:: p(z'|z) \propto \exp(E_{z'} \cdot f(E_z)), \quad
@@ -335,6 +246,8 @@ class NeuralHMM(_Large):
         (4, 8)
     """
 
+    may_differ = ("num_drawn",)  # from that of a checkpoint, which restores it
+
     @first_values()
     def __init__(
         self,
@@ -350,8 +263,21 @@ class NeuralHMM(_Large):
         scale: float | None = None,
         words: Any = None,
     ) -> None:
-        super().__init__(num_states, num_symbols, blocks, dropout)
+        super().__init__()
+        check_size("num_states", num_states)
+        check_size("num_symbols", num_symbols)
         check_size("hidden_dim", hidden_dim)
+        if blocks is not None and (blocks.num_states, blocks.num_symbols) != (
+            num_states, num_symbols,
+        ):  # fmt: skip
+            raise ValueError(
+                f"blocks must be of {num_states} states and {num_symbols} symbols, as the model; "
+                f"got {blocks}. Make them of its vocabulary."
+            )
+        if not isinstance(dropout, LinearDropout):
+            check_dropout("dropout", dropout)
+        else:
+            self.register_buffer("num_drawn", torch.tensor(0))
         if blocks is None and (two_level or factored):
             text = (
                 f"{'two_level' if two_level else 'factored'}=True needs blocks of states, blocks="
@@ -359,6 +285,13 @@ class NeuralHMM(_Large):
             raise ValueError(f"{text}; got None. Make them by blocks.from_clusters.")
         if scale is not None:
             check_positive_number("scale", scale, "Leave it out for the default.")
+        self.num_states, self.num_symbols, self.blocks = num_states, num_symbols, blocks
+        self.dropout: float | LinearDropout = dropout
+        one = torch.tensor([0], device="cpu"), torch.tensor([num_states], device="cpu")
+        self._partition = Blocks(*one) if blocks is None else blocks
+        parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
+        self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
+        self._lazy_last: tuple[list[Tensor], HMM] | None = None
         for use in USES:
             if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)
@@ -374,6 +307,53 @@ class NeuralHMM(_Large):
             self.block_score = PyroModule[nn.Linear](hidden_dim, blocks.num_blocks)
         self.words = SymbolEmbedding(num_symbols, hidden_dim) if words is None else words
         self.bias = nn.Parameter(torch.zeros(num_symbols))
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        _check_particles(self)
+        sampled = any(getattr(part, "_pyro_samples", ()) for part in self.modules())
+        is_fixed = isinstance(self.words, nn.Module) and not sampled
+        if self.training or torch.is_grad_enabled() or not is_fixed:
+            self._lazy_last = None
+            return self._build(*self._kept(), lengths, observed)
+        # without gradients the last HMM still holds, if no number has changed
+        numbers = [*self.parameters(), *self.buffers()]
+        if self._lazy_last is not None and _are_same(self._lazy_last[0], numbers):
+            return self._lazy_last[1].replace(lengths=lengths, observed=observed)
+        hmm = self._build(None, self.blocks, lengths, observed)
+        self._lazy_last = [tensor.clone() for tensor in numbers], hmm
+        return hmm
+
+    def get_extra_state(self) -> Tensor:
+        """Extra entry of ``state_dict``: a digest of the blocks."""
+        return torch.tensor(self._digest)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise if the saved parameters are of a model with other blocks."""
+        if int(state) != self._digest:
+            raise ValueError(
+                "the parameters are of a model with other blocks, in which other states emit the "
+                "symbols. Build the module with the blocks that were saved."
+            )
+
+    def _kept(self) -> tuple[Tensor | None, Blocks | None]:
+        """Sample the states that dropout keeps, None if all of them, and their blocks."""
+        share = self.dropout
+        if not (self.training and share):
+            return None, self.blocks
+        if isinstance(share, LinearDropout):
+            share = share(self._next_call())
+        if share == 0:
+            return None, self.blocks
+        kept = self._partition.keep(share)
+        states = sample_kept_states(self._partition, kept, next(self.parameters()).device)
+        return states, None if self.blocks is None else kept
+
+    def _next_call(self) -> int:
+        """Count a call in training mode: how many there were, read if others have counted some."""
+        count = cached(self.num_drawn, lambda: int(self.num_drawn))
+        self.num_drawn += 1
+        return cached(self.num_drawn, lambda: count + 1) - 1
 
     def _build(
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None

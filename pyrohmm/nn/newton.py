@@ -122,49 +122,74 @@ class NewtonComponents(Components):
     def m_step(self, statistics: Statistics) -> Maximum:
         """M-step: mode of each state and component, by Newton's method in unconstrained space."""
         values, weights = self._known(statistics["each.values"], statistics["each.weights"])
-        links = {name: transform_to(space) for name, space in self.spaces().items()}
-        owners = {name: self._owner(name) for name in links}
-        start = {name: statistics[f"start.{name}"] for name in links}
-        for name, (owner, last) in owners.items():
-            if not owner.is_free(last):
-                start[name] = getattr(owner, last).detach().double().expand_as(start[name])
-        points = torch.stack([link.inv(start[name]) for name, link in links.items()], -1)
-        lead, points = points.unsqueeze(1).shape, points.flatten(0, -2)
+        names = [*self.spaces()]
         mean = (weights * values).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
         ends = {"total_count": (100 * mean.nan_to_num()).clamp(min=LARGEST)}
         ends["df"], never = torch.full_like(mean, LARGEST), torch.full_like(mean, torch.inf)
-        largest = torch.stack([ends.get(name, never) for _, name in owners.values()], -1).log()
-        most = (points + 1e-6).maximum(largest.flatten(0, -2))  # the start itself has slopes
+        high = torch.stack([ends.get(name.rpartition(".")[2], never) for name in names], -1).log()
 
-        def log_joint(point: Tensor) -> Tensor:
-            parts = point.minimum(most).reshape(lead).unbind(-1)
-            found = {name: link(part) for (name, link), part in zip(links.items(), parts)}
-            module = self.at(found)
+        def log_likelihood(module: Any) -> Tensor:
             logs = exact_log_prob(module.components(), values)
-            total = torch.where(weights > 0, logs * weights, 0.0).sum(1, keepdim=True)
-            for name, (owner, last) in owners.items():
-                if owner.has_prior(last):
-                    total = total + module._owner(name)[0].prior(last).log_prob(found[name])
-            return total.flatten()
+            return torch.where(weights > 0, logs * weights, 0.0).sum(-2 - bool(self.dim), True)
 
-        free = torch.tensor([owner.is_free(name) for owner, name in owners.values()])
+        starts = {name: statistics[f"start.{name}"].unsqueeze(1).unsqueeze(0) for name in names}
+        mode = mode_by_newton(self, starts, log_likelihood, high=high)
         known = (weights > 0).any(1)
-        with pyro.validation_enabled(False):
-            best = newton.maximized(
-                log_joint, newton.of_function(log_joint), points, free.to(values.device)
-            ).minimum(most)
-        mode = {}
-        for (name, link), part in zip(links.items(), best.reshape(lead).squeeze(1).unbind(-1)):
-            owner, last = owners[name]
-            mode[name] = link(part)
-            if not owner.has_prior(last):
+        for name in names:
+            mode[name] = mode[name].squeeze(1)
+            if not self.has_prior(name):
                 mode[name] = mode[name].masked_fill(~known, torch.nan)
         return mode, []
 
-    def _owner(self, name: str) -> tuple[Any, str]:
-        """Submodule that has a parameter, and the parameter's name in it."""
-        path, _, last = name.rpartition(".")
-        return self.get_submodule(path), last
+
+def mode_by_newton(
+    module: Any,
+    starts: Statistics,
+    log_likelihood: Callable[[Any], Tensor],
+    low: Tensor | float = -math.inf,
+    high: Tensor | float = math.inf,
+) -> Statistics:
+    """Mode of parameters of which each entry has a density of its own, priors included.
+
+    Args:
+        module: Has the parameters, whose :meth:`spaces` are mapped to the reals.
+        starts: ``(S, *B)`` by name, of which the one with the highest end counts; a frozen
+            parameter stays as it is.
+        log_likelihood: From a copy of the module with such parameters to ``(S, *B)``.
+        low: Least real number ``(*B, P)``, if the start is not less.
+        high: Largest real number ``(*B, P)``, if the start is not more.
+    """
+    links = {name: transform_to(space) for name, space in module.spaces().items()}
+    free = [module.is_free(name) for name in links]
+    for name, is_free in zip(links, free):
+        if not is_free:
+            part, last = module.owner(name)
+            starts[name] = getattr(part, last).detach().double().expand_as(starts[name])
+    points = torch.stack([link.inv(starts[name]) for name, link in links.items()], -1)
+    low = (points - 1e-6).minimum(torch.as_tensor(low).to(points))  # the start itself has slopes
+    high = (points + 1e-6).maximum(torch.as_tensor(high).to(points))
+
+    def values(point: Tensor) -> Statistics:
+        parts = point.reshape(points.shape).clamp(low, high).unbind(-1)
+        return {name: link(part) for (name, link), part in zip(links.items(), parts)}
+
+    def log_joint(point: Tensor) -> Tensor:
+        found = values(point)
+        other = module.at(found)
+        total = log_likelihood(other)
+        for name in filter(module.has_prior, links):
+            part, last = other.owner(name)
+            total = total + part.prior(last).log_prob(found[name])
+        return total.flatten()
+
+    with pyro.validation_enabled(False):
+        derivatives, opened = newton.of_function(log_joint), torch.tensor(free).to(points.device)
+        best = newton.maximized(log_joint, derivatives, points.flatten(0, -2), opened)
+        mode = values(best)
+        if len(points) > 1:
+            chosen = log_joint(best).reshape(points.shape[:-1]).argmax(0, keepdim=True)
+            mode = {name: value.gather(0, chosen) for name, value in mode.items()}
+    return {name: value.squeeze(0) for name, value in mode.items()}
 
 
 def _by_value(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
