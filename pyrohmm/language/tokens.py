@@ -15,11 +15,12 @@ from ..ops.automata import Automaton, determinised
 
 IN_WORDS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum() or b in b"_'")
 BETWEEN, OTHER = 0, 1  # places in the text: between words, and in a word that none begins with
-_parser: Any = re._parser  # type: ignore[attr-defined]  # the tree that ``re`` itself compiles
+# what ``re`` itself compiles
+_parser: Any = re._parser  # type: ignore[attr-defined]
+_compiler: Any = re._compiler  # type: ignore[attr-defined]
 ASCII = frozenset(range(128))
 _LATER = frozenset(range(0x80, 0xC0))  # bytes of a character in UTF-8 after the first one
 _WIDE = [(range(0xC2, 0xE0), 1), (range(0xE0, 0xF0), 2), (range(0xF0, 0xF5), 3)]
-_CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 
 def token_texts(tokenizer: Any) -> list[bytes | None]:
@@ -257,30 +258,21 @@ class _Machine:
 
 def _characters(kind: str, value: Any) -> tuple[frozenset[int], list[str] | None]:
     """ASCII and non-ASCII characters of a class; None for all non-ASCII ones."""
-    if kind == "ANY":
-        return ASCII - {ord("\n")}, None
-    items = [("NEGATE", None), ("LITERAL", value)] if kind == "NOT_LITERAL" else value
-    narrow: set[int] = set()
-    wide: list[str] = []
-    all_wide = False
-    for part, inner in items:
-        if str(part) == "LITERAL":
-            narrow |= {inner} & ASCII
-            wide += [chr(inner)] if inner not in ASCII else []
-        elif str(part) == "RANGE" and inner[1] < 128:
-            narrow |= {*range(inner[0], inner[1] + 1)}
-        elif str(part) == "CATEGORY":
-            name = str(inner).removeprefix("CATEGORY_").removeprefix("NOT_")
-            of_name = {c for c in ASCII if re.match(_CATEGORIES[name], chr(c), re.ASCII)}
-            excluded = "NOT" in str(inner)
-            narrow |= ASCII - of_name if excluded else of_name
-            all_wide |= excluded
-        elif str(part) != "NEGATE":
+    state = _parser.State()
+    state.flags = re.ASCII
+    item = getattr(_parser, kind), value
+    one = _compiler.compile(_parser.SubPattern(state, [item]))
+    narrow = frozenset(code for code in ASCII if one.match(chr(code)))
+    parts = value if kind == "IN" else [item]
+    named = [inner for part, inner in parts if str(part) in ("LITERAL", "NOT_LITERAL")]
+    wide = [chr(code) for code in named if code not in ASCII]
+    for part, inner in parts:
+        if str(part) == "RANGE" and inner[1] not in ASCII:
             text = "pattern must have ranges of ASCII characters only"
-            raise ValueError(f"{text}; got {str(part).lower()} {inner}. List other characters.")
-    if str(items[0][0]) != "NEGATE":
-        return frozenset(narrow), None if all_wide else wide
+            raise ValueError(f"{text}; got range {inner}. List other characters.")
+    if not one.match(chr(0x10FFFF)):
+        return narrow, wide
     if wide:
         text = f"pattern must exclude ASCII characters only, as [^a-z]; got {''.join(wide)!r}"
         raise ValueError(f"{text}. List what is allowed.")
-    return ASCII - narrow, [] if all_wide else None
+    return narrow, None

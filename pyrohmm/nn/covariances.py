@@ -87,6 +87,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         tied: Whether all the states have one matrix: see :func:`normal_tied`.
     """
 
+    spread = "covariance"
     scale: Tensor
     lags = 0  # on how many vectors before it the mean depends
     supports: ClassVar = {"covariance": covariance_matrix, "loc": constraints.real}
@@ -182,21 +183,9 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
             values = torch.where(missing, mean, values.double())
         return {"squares": second_moments(weights, values, about)}
 
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """M-step: joint mode of covariances and slopes, by weighted least squares."""
-        squares, notes = statistics["squares"], list[str]()
-        fit = self._least_squares(squares)
-        for _ in range(2 if self.flat else 1):  # of a weak prior of slopes two are enough
-            if self.is_free("covariance"):
-                covariance, notes = self._mode_of_covariance(squares, fit)
-            else:
-                covariance = self.covariance.double()
-            if self.flat:
-                fit = self._least_squares(squares, self._whitened(covariance))
-        return self._regression(fit.values) | {"covariance": covariance}, notes
-
-    def _mode_of_covariance(self, squares: Tensor, fit: Slopes) -> tuple[Tensor, list[str]]:
+    def _mode_of_spread(self, statistics: Statistics, fit: Slopes) -> tuple[Tensor, list[str]]:
         """The mode of covariances, given the slopes of a regression, and remarks."""
+        squares = statistics["squares"]
         dtype, has_prior = self.prior_loc.dtype, self.has_prior("covariance")
         scatter = self._pooled(self._residuals(squares, fit))
         weighs = 0 if self.flat else (fit.precision > 0).sum(-1)
@@ -238,25 +227,23 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         turn, back = vectors / unit.unsqueeze(-1) / root, (vectors * root).mT * unit
         return turn, back, ratio if self.flat else ratio.new_ones(1)
 
-    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Sample covariances and slopes given sufficient statistics."""
-        squares = statistics["squares"]
-        fit, count = self._least_squares(squares), self._pooled(squares[..., 0, 0])
+    def _given(self, fit: Slopes, current: Statistics) -> Slopes:
+        for name, (rows, _) in self._regressors().items():
+            if self.has_prior(name):
+                fit.values[..., rows, :] = self._as_rows(name, current[name])
+        return fit
+
+    def _sample_spread(self, statistics: Statistics, fit: Slopes, current: Statistics) -> Tensor:
+        """Covariances given slopes if the prior is flat, by an MCMC step; else of any slopes."""
+        squares, scale = statistics["squares"], self.scale.double()
+        scatter, count = (
+            self._pooled(self._residuals(squares, fit)),
+            self._pooled(squares[..., 0, 0]),
+        )
         if self.flat:
-            for name, (its, _) in self._regressors().items():
-                if self.has_prior(name):
-                    fit.values[..., its, :] = self._as_rows(name, current[name])
-        scatter, scale = self._pooled(self._residuals(squares, fit)), self.scale.double()
-        if not self.has_prior("covariance"):
-            covariance = self.covariance.double()
-        elif self.flat:
-            covariance = flat_step(current["covariance"], self.upper, count, 2 * scale + scatter)
-        else:
-            root = sample_root(self.degrees + count, scale + scatter)
-            covariance = root @ root.mT
-        fit = self._least_squares(squares, self._whitened(covariance), sampled=True)
-        samples = self._regression(fit.values) | {"covariance": covariance}
-        return {name: value for name, value in samples.items() if self.has_prior(name)}
+            return flat_step(current["covariance"], self.upper, count, 2 * scale + scatter)
+        root = sample_root(self.degrees + count, scale + scatter)
+        return root @ root.mT
 
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sum ``(R, K, ...)`` over states that share a covariance, to ``(R, [K,] ...)``."""
@@ -279,9 +266,9 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         spread = total.diagonal(dim1=-2, dim2=-1)[:, -dim:] / total[:, :1, 0] - mean**2
         return floor_of(spread, mean + self.centre, self.prior_loc.dtype)
 
-    def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
-        """Parameters of the mean from slopes ``(R, K, F, D)`` by 1 and the vectors before."""
-        return {"loc": slopes[..., 0, :] + self.centre}
+    def _regression(self, fit: Slopes) -> dict[str, Tensor]:
+        """Parameters of the mean from slopes by 1 and the vectors before."""
+        return {"loc": fit.values[..., 0, :] + self.centre}
 
     def _regressors(self) -> dict[str, tuple[slice, Any]]:
         """Row slice of the slopes and prior precision of each parameter of the mean."""
@@ -291,18 +278,16 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         """Convert a parameter of the mean to rows of the slopes."""
         return (value.double() - self.centre).unsqueeze(-2)
 
-    def _least_squares(self, squares: Tensor, given: Any = None, sampled: bool = False) -> Slopes:
-        """Least-squares slopes, prior included; a flat prior's only if a covariance is given.
-
-        Args:
-            squares: ``(R, K, F + D, F + D)``.
-            given: By :meth:`_whitened`.
-            sampled: Whether they are a sample, not the best.
-        """
-        dim, states = self.dim, len(self.prior_loc)
+    def _means(
+        self, statistics: Statistics, covariance: Any = None, sampled: bool = False
+    ) -> Slopes:
+        """Least-squares slopes, or a sample; a flat prior's only beside a covariance."""
+        squares, dim, states = statistics["squares"], self.dim, len(self.prior_loc)
         size = squares.size(-1) - dim
         eye = torch.eye(dim).to(squares)
-        turn, back, ratio = given or (eye, eye, squares.new_full((1,), 0.0 if self.flat else 1.0))
+        turn, back, ratio = eye, eye, squares.new_full((1,), 0.0 if self.flat else 1.0)
+        if covariance is not None:
+            turn, back, ratio = self._whitened(covariance)
         prior = squares.new_zeros(states, size, dim)
         prior[:, 0] = self.prior_loc.double() - self.centre
         precision = squares.new_zeros(states, size)
@@ -495,9 +480,9 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         first = sample_of_part(self.initial, "initial.", statistics, current)
         return first | super().sample_parameters(statistics, current)
 
-    def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
-        weights = slopes[..., 1:, :].unflatten(-2, (self.lags, self.dim))
-        return super()._regression(slopes) | {"weights": weights}
+    def _regression(self, fit: Slopes) -> dict[str, Tensor]:
+        weights = fit.values[..., 1:, :].unflatten(-2, (self.lags, self.dim))
+        return super()._regression(fit) | {"weights": weights}
 
     def _regressors(self) -> dict[str, tuple[slice, Any]]:
         own, found = self.ridge * self.scale.diagonal(), super()._regressors()

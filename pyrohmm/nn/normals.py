@@ -50,15 +50,24 @@ MEANS = 100.0  # variance of the prior of means beside a flat one, by that of al
 class CentredEmission(Emission):
     """An emission with means ``loc`` whose sums are taken about the buffer ``prior_loc``.
 
-    A flat prior has no hyperparameters but these; another one is conjugate.
+    A flat prior has no hyperparameters but these; another one is conjugate. Subclasses say how
+    means follow from variances or covariances, and these from means.
 
     Attributes:
+        spread: Name of the parameter of variances or covariances.
         upper: Large scale of a flat prior; infinite in a conjugate one.
     """
 
+    spread: ClassVar[str]
     prior_loc: Tensor
     upper: Tensor
     dim: int
+    # (statistics, variances or None, sampled) -> means, the prior included
+    _means: Any
+    _regression: Any  # (means) -> parameters of the mean by name
+    _mode_of_spread: Any  # (statistics, means) -> mode of variances, and remarks
+    _given: Any  # (means, current) -> those of the current parameters
+    _sample_spread: Any  # (statistics, means, current) -> sample of variances
     # (variances of all data, within states) -> set scales of priors; log-units
     _set_spread: Any
 
@@ -115,6 +124,30 @@ class CentredEmission(Emission):
         numbers = known + self.prior_loc.numel() // max(self.dim, 1)
         return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance, *within)
 
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """M-step: mode of the joint posterior of means, and variances or covariances."""
+        spread, notes, name = None, list[str](), self.spread
+        weak = self.flat and any(self.has_prior(other) for other in self.supports if other != name)
+        for _ in range(1 + weak):  # beside a weak prior of means two are enough
+            means = self._means(statistics, spread)
+            if self.is_free(name):
+                spread, notes = self._mode_of_spread(statistics, means)
+            else:
+                spread = getattr(self, name).double()
+        return self._regression(means) | {name: spread}, notes
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Sample variances or covariances, then means, given sufficient statistics."""
+        means, name = self._means(statistics), self.spread
+        if self.flat:
+            means = self._given(means, current)
+        if self.has_prior(name):
+            spread = self._sample_spread(statistics, means, current)
+        else:
+            spread = getattr(self, name).double()
+        samples = self._regression(self._means(statistics, spread, sampled=True)) | {name: spread}
+        return {name: value for name, value in samples.items() if self.has_prior(name)}
+
     def complete(self, state: dict[str, Any], prefix: str) -> None:
         """Add the buffer that a ``state_dict`` from before priors could be flat lacks."""
         state.setdefault(f"{prefix}upper", torch.full_like(self.upper, torch.inf))
@@ -169,6 +202,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         20000000000.0
     """
 
+    spread = "variance"
     rate: Tensor
     shape: Tensor  # type: ignore[assignment]  # of the prior of the variance
     supports: ClassVar = {"variance": constraints.positive, "loc": constraints.real}
@@ -253,24 +287,44 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         values = values - self.centre
         return {"sums": values, "squares": values.square()}
 
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """M-step: mode of the joint posterior of variances and means."""
-        weight, notes, free = self._first_weight(), list[str](), self.is_free("variance")
-        variance: Any = None if free else self.variance.double()
-        weak, of_means = self.flat and self.has_prior("loc"), self._mean_variance()
-        for _ in range(1 + weak):  # of a weak prior two are enough
-            loc, scatter = self._about_means(statistics, weight)
-            if free:
-                variance, notes = self._mode_of_variance(statistics, scatter, weight)
-            weight = self._wide(variance) / of_means
-        return {"loc": loc + self.constants["centre"], "variance": variance}, notes
+    def _weight(self) -> float:
+        """Pseudo-count of the prior mean; zero if flat, or without a prior of means."""
+        return self.weight if self.has_prior("loc") and not self.flat else 0.0
 
-    def _mode_of_variance(
-        self, statistics: Statistics, scatter: Tensor, weight: Number
-    ) -> tuple[Tensor, list[str]]:
-        """The mode of variances, given squares about the means, and remarks."""
-        count = statistics["known"] if self.flat or not weight else statistics["known"] + 1.0
-        above, below = 0.5 * self._summed(scatter), 0.5 * self._summed(count)
+    def _means(self, statistics: Statistics, variance: Any = None, sampled: bool = False) -> Tensor:
+        """Mode of the means less the centre, or a sample; a flat prior's only beside variances."""
+        known, sums, _ = _sums(statistics)
+        centre, prior_loc, upper = itemgetter("centre", "prior_loc", "upper")(self.constants)
+        if not self.is_free("loc"):
+            return (self.loc.double() - centre).expand_as(sums)
+        weight: Any = self._weight()
+        if variance is not None and self.flat and self.has_prior("loc"):
+            weight = self._wide(variance * UPPER / (MEANS * upper))
+        loc = (weight * (prior_loc - centre) + sums) / (weight + known)
+        if not sampled or not self.has_prior("loc"):
+            return loc
+        return torch.normal(loc, (self._wide(variance) / (weight + known)).sqrt())
+
+    def _regression(self, means: Tensor) -> dict[str, Tensor]:
+        return {"loc": means + self.centre}
+
+    def _given(self, means: Tensor, current: Statistics) -> Tensor:
+        loc = current["loc"] if self.has_prior("loc") else self.loc
+        return loc.double() - self.centre
+
+    def _squares(self, statistics: Statistics, loc: Tensor) -> Tensor:
+        """Sums of squares about means, a conjugate prior of these included."""
+        known, sums, squares = _sums(statistics)
+        scatter = squares - 2 * loc * sums + known * loc**2
+        if not self.flat:
+            prior_loc = self.constants["prior_loc"] - self.centre
+            scatter = scatter + self._weight() * (loc - prior_loc) ** 2
+        return self._summed(scatter.nan_to_num(0.0).clamp(min=0.0))  # of a mean without data
+
+    def _mode_of_spread(self, statistics: Statistics, loc: Tensor) -> tuple[Tensor, list[str]]:
+        """The mode of variances, given means, and remarks."""
+        count = statistics["known"] + 1.0 if self._weight() else statistics["known"]
+        above, below = 0.5 * self._squares(statistics, loc), 0.5 * self._summed(count)
         if self.has_prior("variance"):
             rate, shape, upper = itemgetter("rate", "shape", "upper")(self.constants)
             above, below = above + rate, below + shape + 1
@@ -280,55 +334,14 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         low = variance > above / below
         return variance, [] if exceeds((~low).all().byte(), 0) else [floor_note("variance")]
 
-    def _first_weight(self) -> Any:
-        """Pseudo-count of the prior mean; zero if flat, or without a prior of means."""
-        return self.weight if self.has_prior("loc") and not self.flat else 0.0
-
-    def _mean_variance(self) -> Tensor:
-        """Variance of the normal prior on the means where the variance prior is flat."""
-        return self._wide(MEANS / UPPER * self.constants["upper"])
-
-    def _about_means(self, statistics: Statistics, weight: Any) -> tuple[Tensor, Tensor]:
-        """Posterior means less the centre; sums of squares about them, conjugate prior included."""
-        known, sums, squares = _sums(statistics)
-        centre, prior_loc = itemgetter("centre", "prior_loc")(self.constants)
-        prior_loc = prior_loc - centre
-        loc = (weight * prior_loc + sums) / (weight + known)
-        if not self.is_free("loc"):
-            loc = (self.loc.double() - centre).expand_as(sums)
-        scatter = squares - 2 * loc * sums + known * loc**2
+    def _sample_spread(self, statistics: Statistics, loc: Tensor, current: Statistics) -> Tensor:
+        """Variances given means if the prior is flat, by an MCMC step; else of any means."""
+        known, scatter = self._summed(statistics["known"]), self._squares(statistics, loc)
+        rate, shape = itemgetter("rate", "shape")(self.constants)
         if not self.flat:
-            scatter = scatter + weight * (loc - prior_loc) ** 2
-        return loc, scatter.nan_to_num(0.0).clamp(min=0.0)  # of a mean without observations
-
-    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Sample variances and means given sufficient statistics."""
-        known, weight = statistics["known"], self._first_weight()
-        loc, scatter = self._about_means(statistics, weight)
-        if not self.has_prior("variance"):
-            variance = self.variance.double()
-        elif self.flat:
-            variance = self._sample_flat(statistics, current)
-        else:
-            above = self.constants["rate"] + 0.5 * self._summed(scatter)
-            below = self.constants["shape"] + 0.5 * self._summed(known)
-            variance = above / torch._standard_gamma(below)
-        samples, wide = {"variance": variance}, self._wide(variance)
-        if self.has_prior("loc"):
-            if self.flat:
-                weight = wide / self._mean_variance()
-                loc, _ = self._about_means(statistics, weight)
-            samples["loc"] = torch.normal(loc + self.centre, (wide / (weight + known)).sqrt())
-        return {name: value for name, value in samples.items() if self.has_prior(name)}
-
-    def _sample_flat(self, statistics: Statistics, current: Statistics) -> Tensor:
-        """One MCMC step for the variances under the flat prior, given the means."""
-        known, sums, squares = _sums(statistics)
-        loc = (current["loc"] if self.has_prior("loc") else self.loc).double() - self.centre
-        scatter = (squares - 2 * loc * sums + known * loc**2).clamp(min=0.0)
-        about = 2 * self.constants["rate"] + self._summed(scatter)
-        old, about = (x[..., None, None] for x in (current["variance"], about))
-        return flat_step(old, self.upper.unsqueeze(-1), self._summed(known), about)[..., 0, 0]
+            return (rate + scatter / 2) / torch._standard_gamma(shape + known / 2)
+        old, about = (x[..., None, None] for x in (current["variance"], 2 * rate + scatter))
+        return flat_step(old, self.upper.unsqueeze(-1), known, about)[..., 0, 0]
 
     def _summed(self, sums: Tensor) -> Tensor:
         """Sum over the components that share a variance."""
