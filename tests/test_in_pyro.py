@@ -50,6 +50,7 @@ from pyrohmm import (
     autoregressive_normal,
     blocks,
     categorical,
+    fit_map,
     fit_svi,
     free_durations,
     gamma,
@@ -416,6 +417,16 @@ def test_another_model_of_the_same_names_keeps_its_parameters():
         assert all(map(torch.equal, before, model.parameters()))
         stored = [part for _, part in pyro.get_param_store().named_parameters()]
         assert {*map(id, stored)} == {*map(id, model.parameters())}
+
+
+def test_a_fit_leaves_what_requires_no_gradient():
+    """Pyro's store would make it require one."""
+    model = MarginalModel(NeuralHMM(4, 3, 8))
+    model.module.words.requires_grad_(False)
+    before = model.module.words.table.clone()
+    fit_map(model, two_words(), num_iterations=3)
+    assert torch.equal(model.module.words.table, before)
+    assert not model.module.words.table.requires_grad
 
 
 class Levels(HMMModule):

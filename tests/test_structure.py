@@ -41,9 +41,7 @@ ENTRIES = {"testing", "language.__main__"}
 COMMANDS = {"language.command"}
 
 # Larger than is comfortable, each with the reason.
-LONG_MODULES: dict[str, str] = {
-    "nn.covariances": "conjugate and flat priors of matrices, alone and autoregressive",
-}
+LONG_MODULES: dict[str, str] = {}
 LONG_CLASSES: dict[str, str] = {
     "distributions.hmm.HMM": "all questions to a distribution, each a method of few lines",
     "data.sequences.Sequences": "four ways to make sequences, whose arguments take half of it",

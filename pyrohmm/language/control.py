@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from .._checks import check_size
 from ..distributions.hmm import HMM
-from ..ops.automata import Automaton, of_length
+from ..ops.automata import Automaton
 from .steering import Lookahead
 from .tokens import over_tokens, token_texts
 
@@ -40,7 +40,6 @@ class ConstraintProcessor:
         constraint: Over words, made by the functions of ``automata``; or over codes of tokens.
         tokenizer: As for :func:`token_texts`.
         max_tokens: Largest number of tokens after the prompt, the end not counted.
-        min_tokens: Least number of these.
         end: Code of the token that ends a text; by default ``tokenizer.eos_token_id``, or None, and
             every text has ``max_tokens`` tokens.
         padding: Code of the token to the left of shorter prompts; by default
@@ -73,7 +72,6 @@ class ConstraintProcessor:
         tokenizer: Any,
         max_tokens: int,
         *,
-        min_tokens: int = 0,
         end: int | None = None,
         padding: int | None = None,
         must_end: bool = False,
@@ -92,8 +90,6 @@ class ConstraintProcessor:
         texts = token_texts(tokenizer)
         if not constraint.classes or any(isinstance(symbol, str) for symbol in constraint.classes):
             constraint = over_tokens(constraint, texts, ignore_case)
-        if min_tokens:
-            constraint = constraint & of_length(min_tokens, max_tokens)
         codes: list[Any] = [*constraint.classes, *([] if end is None else [end])]
         if codes and not 0 <= min(codes) <= max(codes) < len(texts):
             raise ValueError(

@@ -188,21 +188,18 @@ def check_ends(name: str, vocabulary: Vocabulary, data: Sentences) -> None:
             f"{name} must be Sequences, as encode makes them; got {type(data).__name__}."
         )
     for part in parts_of(data):
-        _check_ends(name, vocabulary, part)
-
-
-def _check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:
-    if data.has_gaps:
-        raise ValueError(f"{name} must have no missing steps. Take out the sentences with some.")
-    codes, lengths = data.to_concatenated()
-    check_range(f"codes of words in {name}", codes, len(vocabulary), "V - 1")
-    ends = codes == vocabulary.encode([END]).to(codes.device)
-    last = ends[data.firsts + lengths - 1]
-    if int(ends.sum()) != len(data) or not bool(last.all()):
-        raise ValueError(
-            f"{name} must have {END} at the end of each sentence, and only there. Make them with "
-            "encode, or with readers.read_sentences."
-        )
+        if part.has_gaps:
+            text = f"{name} must have no missing steps"
+            raise ValueError(f"{text}. Take out the sentences with some.")
+        codes, lengths = part.to_concatenated()
+        check_range(f"codes of words in {name}", codes, len(vocabulary), "V - 1")
+        ends = codes == vocabulary.encode([END]).to(codes.device)
+        last = ends[part.firsts + lengths - 1]
+        if int(ends.sum()) != len(part) or not bool(last.all()):
+            raise ValueError(
+                f"{name} must have {END} at the end of each sentence, and only there. Make them "
+                "with encode, or with readers.read_sentences."
+            )
 
 
 # Given words before ------------------------------------------------------------------------------

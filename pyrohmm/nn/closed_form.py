@@ -213,14 +213,14 @@ class Family(PyroModule):
 
     def is_free(self, name: str) -> bool:
         """Whether the parameter ``name`` is fitted: it has a prior, or requires a gradient."""
-        part, last = self.owner(name)
+        part, last = self.owner(name) if "." in name else (self, name)
         if last in part._pyro_params:
             return bool(getattr(part, f"{last}_unconstrained").requires_grad)
         return last in part._pyro_samples
 
     def has_prior(self, name: str) -> bool:
         """Whether the parameter ``name`` has a prior that is not :class:`Flat`."""
-        part, last = self.owner(name)
+        part, last = self.owner(name) if "." in name else (self, name)
         return not isinstance(part._pyro_samples.get(last), Flat | None)
 
     def prior(self, name: str) -> Any:
