@@ -34,7 +34,7 @@ from .iterations import Loop
 from .laplace import fit_smooth
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
-from .models import LogPrior, MarginalModel, exclusive, remarks, unweighted
+from .models import LogPrior, MarginalModel, check_module, exclusive, remarks, unweighted
 from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters, Values, fitted_in
 from .plates import Point
@@ -240,12 +240,7 @@ def _check(
     for name in ("num_iterations", "restarts", "batch_size"):
         if others[name] is not None:
             check_size(name, others[name])
-    if not isinstance(module, HMMModule):
-        inner = isinstance(getattr(module, "module", None), HMMModule)
-        cure = " Pass its .module." if inner else ""
-        raise TypeError(
-            f"module must be an HMMModule or an HMM; got {type(module).__name__}.{cure}"
-        )
+    check_module(module)
     if log_prior is not None and not callable(log_prior):
         raise TypeError(
             f"log_prior must be callable; got {type(log_prior).__name__}. Give "

@@ -162,15 +162,15 @@ class Loop(FitLoop):
             validate = is_validation_enabled() and self._seen[1] <= 2
             with suppress(ValueError), validation_enabled(validate):  # of what a wrong guess made
                 with guessing() as guesses:
-                    loss, statistics, _ = self._compute(batch, counted)
-                right, (read, log_prior) = guesses.read(loss, self.log_prior)
+                    loss, log_prior, statistics, _ = self._compute(batch, counted)
+                right, (read, log_prior) = guesses.read(loss, log_prior)
                 if right and -math.inf < read.amin().item() < math.inf:  # NaN wins a minimum
                     self.log_prior = log_prior
                     return read, statistics
 
         def compute() -> Tensor:
             nonlocal statistics, evidences
-            loss, statistics, evidences = self._compute(batch, counted)
+            loss, self.log_prior, statistics, evidences = self._compute(batch, counted)
             return loss
 
         loss = self.group.mean_of(compute, len(self.alive))
@@ -186,7 +186,7 @@ class Loop(FitLoop):
         current, device = self.parameters.values, self.parameters.data.device
         shapes = {name: value.shape for name, value in current.items()}
         if self.replays is None or shapes != {n: x.shape for n, x in self.fixed.items()}:
-            self.replays = Replays(self._tensors, device)
+            self.replays = Replays(self._compute, device)
             self.fixed = {name: value.clone() for name, value in current.items()}
         for name, value in current.items():
             self.fixed[name].copy_(value)
@@ -203,21 +203,16 @@ class Loop(FitLoop):
         self.log_prior = log_prior
         return loss, combined(torch.clone, found[2]) if counted else {}
 
-    def _tensors(self, batch: Sequences, counted: bool) -> tuple[Tensor, Tensor, Sums]:
-        """Loss ``(R,)``, log prior and statistics."""
-        loss, sums, _ = self._compute(batch, counted)
-        return loss, torch.zeros_like(loss) + self.log_prior, sums
-
     def _compute(
         self, batch: Sequences | Parts, counted: bool
-    ) -> tuple[Tensor, Sums, list[tuple[Tensor, Tensor]]]:
-        """Loss ``(R,)``, statistics, and log evidences ``(R, N)`` with numbers of sequences."""
+    ) -> tuple[Tensor, Tensor, Sums, list[tuple[Tensor, Tensor]]]:
+        """Loss and log prior ``(R,)``, statistics; log evidences ``(R, N)`` with their numbers."""
         total: Any = 0.0
         sums: Sums = {}
         evidences = []
         for chosen, part, scale in self._pieces(batch):
             with torch.no_grad():
-                hmm, self.log_prior = self.parameters.build(part)
+                hmm, prior = self.parameters.build(part)
                 if counted:
                     by_symbol = self.maximize.by_symbol and hmm.allowed is None
                     options = {"by_symbol": True} if by_symbol else {}
@@ -227,7 +222,8 @@ class Loop(FitLoop):
                 evidence = expected.log_evidence if counted else hmm.log_prob(part.values)
             evidences.append((chosen, evidence.double().reshape(-1, len(part))))
             total = total + scale * evidences[-1][1].sum(-1)
-        return -(total + self.log_prior.double()), sums, evidences
+        log_prior = torch.zeros_like(total) + prior
+        return -(total + log_prior), log_prior, sums, evidences
 
     def _refuse(self, loss: Tensor, evidences: list[tuple[Tensor, Tensor]]) -> NoReturn:
         """Raise if the loss is infinite in all restarts, with the cause."""

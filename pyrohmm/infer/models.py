@@ -179,8 +179,9 @@ def unweighted(module: Any) -> dict[str, Linear]:
 def check_module(module: object, kind: type = HMMModule) -> None:
     """Raise unless ``module`` is an HMMModule, or of another ``kind``, and say which there are."""
     if not isinstance(module, kind):
-        text = f"module must be an HMMModule; got {type(module).__name__}"
-        raise TypeError(f"{text}. Give one such as TabularHMM(K, normal()).")
+        inner = isinstance(getattr(module, "module", None), kind)
+        cure = "Pass its .module." if inner else "Give one such as TabularHMM(K, normal())."
+        raise TypeError(f"module must be an HMMModule; got {type(module).__name__}. {cure}")
 
 
 def check_returns_hmm(hmm: Any) -> HMM:

@@ -312,12 +312,9 @@ class Extrapolation:
     @cached_property
     def packing(self) -> Packing:
         """Coordinates of all parameters of a restart."""
-        parameters = self.parameters
-        to: Any = {name: transform_to(support) for name, support in parameters.supports.items()}
-        shapes = {n: to[n].inverse_shape(site.event_shape) for n, site in parameters.sites.items()}
-        for name, point in self._points().items():
-            to[name], shapes[name] = IDENTITY, point.shape[1:]
-        return Packing(to, shapes)
+        points, supports = self._points(), self.parameters.supports
+        to = {name: transform_to(support) for name, support in supports.items()}
+        return Packing.of(to | dict.fromkeys(points, IDENTITY), self.parameters.values | points)
 
     @torch.no_grad()
     def record(self) -> None:
