@@ -85,9 +85,9 @@ class ProcessGroup:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self.size > 1 and (error is None or isinstance(error, Exception)):
-            if error is None or not hasattr(error, "raised_in_all"):
-                self.together(error)
+        told = hasattr(error, "raised_in_all")
+        if self.size > 1 and isinstance(error, Exception | None) and not told:
+            self.together(error)
 
     @property
     def is_first(self) -> bool:
