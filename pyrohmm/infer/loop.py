@@ -44,7 +44,7 @@ class FitLoop:
         self.start_time = time.perf_counter()
         self.batches, self.group, self.arguments = batches, group, arguments
         self.num_iterations, progress = arguments["num_iterations"], arguments.get("progress")
-        self.tests = [arguments.get(name) for name in ("tolerance", "patience")]
+        self.tests = [arguments.get("tolerance"), arguments.get("patience")]
         self.hidden = not group.is_first or (None if progress is None else not progress)
         self.checkpoint: Checkpoint | None = None
         self.losses: list[Tensor] = []

@@ -346,10 +346,10 @@ class Maximization:
         self.gradient(parts)
 
     def modes(self, sums: Sums) -> Maximum:
-        """The modes of all parameters that have a closed form, and remarks."""
+        """The modes of the parameters that have a closed form and sums, and remarks."""
         values: Values = {}
         notes: list[str] = []
-        if self.chain is not None:
+        if "chain" in sums:
             values, notes = _maximum(self.chain, sums["chain"])
             if self.transition_step is not None and "transition" in self.parameters.fitted:
                 counts = self.chain.transition_counts(sums["chain"])
@@ -357,7 +357,7 @@ class Maximization:
                     old = self.parameters.get("transition").double().expand(counts.shape)
                     prior: Any = self.parameters.log_prior
                     values["transition"] = self.transition_step(old, counts, prior, self.allowed)
-        if self.emission is not None:
+        if "emission" in sums:
             mode, remarks = _maximum(self.emission, sums["emission"])
             values, notes = values | under(self.prefix, mode), notes + remarks
         return values, notes
@@ -395,6 +395,8 @@ class Maximization:
         slopes = parameters.prior_slopes([name for name in parameters.sites if name in dims])
         if not slopes:
             return []
+        if self.prefix and "emission" in sums and all(n.startswith(self.prefix) for n in slopes):
+            sums = {"emission": sums["emission"]}  # priors of the chain are flat
         with torch.no_grad():
             modes, _ = self.modes(sums)
             with without_priors(parameters.module):
