@@ -47,10 +47,9 @@ FEW = 4
 SIDE_BY_SIDE = 16
 """Sequences of a group from which arithmetic runs along them, 32 at a time, not along states."""
 
-CHUNKS, CHUNKED_ON_DEVICE = (256, 1000), 32_000
+CHUNKS = 256, 1000
 """Fewest steps, and most sequences times K^2, that torch takes in chunks side by side: 2.4 to 24
-times below, 1.2 to 1.6 there. On an accelerator without Triton, where launches count, it is
-estimated."""
+times below, 1.2 to 1.6 there."""
 
 CLOSE = 256
 """Rounding errors by which messages at the ends of chunks may differ from those of a scan."""

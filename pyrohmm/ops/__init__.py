@@ -14,7 +14,7 @@ Its modules; each imports only those above it:
 ``forward``           the forward pass of any chain in logarithms, by torch
 ``_numba_segments``   its compiled loops, in which nothing leaves the range of numbers
 ``dense.chain``       Markov chains: the arguments, checked and in one form
-``dense._triton``     all steps of their scaled messages in one kernel, on CUDA devices
+``dense._triton``     scaled messages of all steps in two kernels, on CUDA devices
 ``dense._torch``      their recursions as torch operations
 ``dense._lanes``      what compiled passes read, and their arithmetic along sequences
 ``dense._forward``    compiled forward pass, scaled

@@ -1,4 +1,4 @@
-"""Scaled messages in one Triton kernel: run by Triton's interpreter, and compiled for devices."""
+"""Scaled messages by Triton: run by its interpreter, and compiled for devices."""
 
 import logging
 import os
@@ -200,20 +200,17 @@ import os, subprocess, sys, tempfile
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pyrohmm.ops.dense._triton import _pass, options
+from pyrohmm.ops.dense._triton import _join, _pass, options
 
 program = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
-tensors = "initial", "matrices", "weight", "message", "norm"
-for arch, dtype, name, states, each in (
-    (90, torch.float32, "fp32", 1, False), (90, torch.float32, "fp32", 128, False),
-    (80, torch.float32, "fp32", 64, True), (90, torch.float64, "fp64", 128, False),
-):
-    chosen = options(dtype, states) | {"EACH": each, "RAGGED": True}
-    launch = {key: chosen.pop(key) for key in ("num_warps", "enable_fp_fusion")}
-    kinds = dict.fromkeys(tensors, "*" + name) | {"last": "*i1"}
-    kinds |= dict.fromkeys(("num_steps", "count", "size"), "i32")
-    kinds = {key: kinds.get(key, "constexpr") for key in _pass.arg_names}
-    source = ASTSource(fn=_pass, signature=kinds, constexprs=chosen)
+tensors = "initial", "matrices", "weight", "message", "norm", "alpha", "beta", "peak", "largest"
+numbers = "by_group", "by_row", "by_state", "num_steps", "count", "size", "rows"
+
+def compile(kernel, arch, name, chosen, **kinds):
+    launch = {key: chosen.pop(key) for key in ("num_warps", "enable_fp_fusion") if key in chosen}
+    kinds |= dict.fromkeys(tensors, "*" + name) | dict.fromkeys(numbers, "i32")
+    kinds = {key: kinds.get(key, "constexpr") for key in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=chosen)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
     assert made.metadata.shared <= 8192
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -221,7 +218,19 @@ for arch, dtype, name, states, each in (
         file.flush()
         call = [program, "--dump-resource-usage", file.name]
         used = subprocess.run(call, capture_output=True, text=True).stdout
-    assert "STACK:0 " in used, (arch, name, states, each, used)
+    assert "STACK:0 " in used, (arch, name, chosen, used)
+
+for arch, dtype, name, states, each in (
+    (90, torch.float32, "fp32", 1, False), (90, torch.float32, "fp32", 128, False),
+    (80, torch.float32, "fp32", 64, True), (90, torch.float64, "fp64", 128, False),
+):
+    compile(_pass, arch, name, options(dtype, states) | {"EACH": each, "RAGGED": True}, last="*i1")
+for arch, name, wide, states in (
+    (80, "fp32", "fp64", 16), (90, "fp32", "fp32", 128), (90, "fp64", "fp64", 128),
+):
+    chosen = {"K": states, "WIDTH": states, "ROWS": 2048 // states, "RAGGED": True}
+    doubles = dict.fromkeys(("logs", "mass"), "*fp64")
+    compile(_join, arch, name, chosen, padded="*i1", moved="*" + wide, **doubles)
 """
 
 

@@ -119,18 +119,14 @@ def finish(counts, emitted, matrices, pairs, symbols):
     """
     (steps, owners, size, _), finite = pairs.shape, True
     share = owners // matrices.shape[1]
-    for s in range(steps):
-        for n in range(owners):
-            for j in range(size):
-                for k in range(size):
-                    prob = matrices[s, n // share, j, k]
-                    value = counts[s, n, j, k] * prob if prob > 0 else 0.0
-                    finite &= abs(value) < np.inf
-                    pairs[s, n, j, k] = value
+    for s, n, j in np.ndindex(steps, owners, size):
+        for k in range(size):
+            prob = matrices[s, n // share, j, k]
+            value = counts[s, n, j, k] * prob if prob > 0 else 0.0
+            finite &= abs(value) < np.inf
+            pairs[s, n, j, k] = value
     for g in range(symbols.shape[0]):
-        for v in range(symbols.shape[2]):
-            for k in range(size):
-                symbols[g, k, v] = emitted[g, v, k]
+        symbols[g] = emitted[g, : symbols.shape[2], :size].T
     return finite
 
 

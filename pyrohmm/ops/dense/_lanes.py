@@ -55,27 +55,6 @@ def store(array, offsets, active, size, tile, lanes):
 
 
 @inner
-def weigh(seen, lanes, size, peak, low):
-    """Exponentiate log-likelihoods in place, relative to their maximum ``peak``.
-
-    What is not zero becomes at least the smallest normal number, the exponential of ``low``.
-    """
-    for i in range(lanes):
-        peak[i] = seen[i]
-    for k in range(_1, size):
-        for i in range(lanes):
-            x = seen[k * lanes + i]
-            peak[i] = x if x > peak[i] else peak[i]
-    for i in range(lanes):
-        peak[i] = low - low if peak[i] == -np.inf else peak[i]
-    for k in range(size):
-        for i in range(lanes):
-            x = seen[k * lanes + i] - peak[i]
-            value = exp(low if x < low else x)
-            seen[k * lanes + i] = value * 0 if x == -np.inf else value
-
-
-@inner
 def multiply(out, tile, packed, height):
     """Write the product of a tile of ``LANES`` messages with a matrix."""
     for i in range(height * _LANES):
@@ -210,13 +189,9 @@ def prepare(initial, transition, logs, low, high, eps, starts, matrices, tables,
     least, most, zeros = real.type(0), real.type(1), False
     for row in range(len(initial)):
         least, most, zeros = _exponentials(starts[row], initial[row], low, high, least, most, zeros)
-    for s in range(steps):
-        for g in range(groups):
-            for j in range(size):
-                out = matrices[s, g, j, :size]
-                least, most, zeros = _exponentials(
-                    out, transition[s, g, j], low, high, least, most, zeros
-                )
+    for s, g, j in np.ndindex(steps, groups, size):
+        out, given = matrices[s, g, j, :size], transition[s, g, j]
+        least, most, zeros = _exponentials(out, given, low, high, least, most, zeros)
     _scale_tables(logs, low, tables, peaks)
     tiny, smallest = np.exp(low) * most, np.exp(least)
     slack = tiny * size / eps
@@ -268,9 +243,8 @@ def _scale_tables(logs, low, tables, peaks):
 def starts_of(groups, size, over_groups, over):
     """Memory offset of each sequence, ``(N,)``, from strides."""
     first = np.empty(groups * size, np.int64)
-    for g in range(groups):
-        for i in range(size):
-            first[g * size + i] = g * over_groups + i * over
+    for g, i in np.ndindex(groups, size):
+        first[g * size + i] = g * over_groups + i * over
     return first
 
 
@@ -314,7 +288,10 @@ def begin_step(rows, active, symbols, first, along, lengths, t, start, width, mi
 
 @inner
 def read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, low):
-    """Write the likelihoods of a step over their largest, and the logarithms of those."""
+    """Write the likelihoods of a step over their largest, and the logarithms of those.
+
+    What is not zero becomes at least the smallest normal number, the exponential of ``low``.
+    """
     if symbols.shape[0]:
         for i in range(LANES):
             peak[i] = peaks[rows[i]]
@@ -322,7 +299,19 @@ def read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, he
         load(seen, _LANES, entries, rows, active, height, low * 0 + 1)
         return
     load(seen, _LANES, likelihood, rows, active, size, low - low)
-    weigh(seen, _LANES, size, peak, low)
+    for i in range(_LANES):
+        peak[i] = seen[i]
+    for k in range(_1, size):
+        for i in range(_LANES):
+            x = seen[k * _LANES + i]
+            peak[i] = x if x > peak[i] else peak[i]
+    for i in range(_LANES):
+        peak[i] = low - low if peak[i] == -np.inf else peak[i]
+    for k in range(size):
+        for i in range(_LANES):
+            x = seen[k * _LANES + i] - peak[i]
+            value = exp(low if x < low else x)
+            seen[k * _LANES + i] = value * 0 if x == -np.inf else value
 
 
 @inner

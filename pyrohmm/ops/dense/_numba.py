@@ -104,9 +104,7 @@ def _flat(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
     else:
-        length = 1
-        for size, stride in zip(shape, tensor.stride()):
-            length += (size - 1) * stride
+        length = 1 + sum((size - 1) * stride for size, stride in zip(shape, tensor.stride()))
         flat = tensor.as_strided((length,), (1,))
     return flat.numpy(), call(starts_of, *shape[:2], over_groups, over), along
 
@@ -227,10 +225,9 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
             else:
                 wanted = g if steps == 1 else (t - 1) * groups + g
                 if wanted != current:
-                    current = wanted
-                    for j in range(num_states):
-                        for k in range(num_states):
-                            packed[j * height + k] = transition[wanted // groups, g, j, k]
+                    current, matrix = wanted, transition[wanted // groups, g]
+                    for j, k in np.ndindex(num_states, num_states):
+                        packed[j * height + k] = matrix[j, k]
                 reach(reached, scores[t - 1], packed, height)
             load(seen, _LANES, likelihood.ravel(), offsets, active, size, zero)
             for i in range(_LANES):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
-from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, NARROW, SHARED, WIDEST
+from ..._choices import CHUNKS, CLOSE, NARROW, SHARED, WIDEST
 from ..._sync import exceeds
 from ..backends import TRITON, compiled, pick
 from ..log_space import end_masks, step_mask
@@ -55,39 +57,62 @@ def scaled(
     weight, peak, last, padded = _weigh(chain, dtype)
     steps, num_states = len(weight), weight.size(-1)
     back = differentiable or not on_cpu or not _is_safe(chain, dtype)
-    alpha, total, beta, probs = _messages(initial, transition, weight, last, back)
+    # products are made in the precision in which they are summed
+    wide = torch.float64 if num_states < NARROW and not (on_cpu or each) else dtype
+    messages = _messages(initial, transition, weight, last, back)
+    joined = _joined(messages, weight, peak, padded, back, wide)
+    (alpha, *_, probs), (logs, mass, onward, moved) = messages, joined
+    exact, least = None, num_states * limits.tiny / limits.eps * (3 * steps if back else 1)
+    if not exceeds(mass.amin(), least):
+        exact = (mass > least).all(0).squeeze(-1)
+    if back and exact is not None:
+        lost = ~exact.unsqueeze(-1)
+        alpha, onward, moved = (x.masked_fill(lost, 0.0) for x in (alpha, onward, moved))
+
+    def gradient(weights: Tensor) -> tuple[Tensor, ...]:
+        held, states = (torch.empty_like(moved, dtype=x) for x in (wide, dtype))
+        torch.mul(alpha, weights.to(dtype).unsqueeze(-1), out=held)
+        torch.mul(held, onward, out=states)
+        states = hardshrink(states, limits.tiny) if on_cpu else states  # weights have any sign
+        counts = _transitions(held, moved, probs, each)
+        return states[0], counts, chain.by_logs(states.movedim(0, 2))
+
+    return logs.sum((0, -1)), exact, gradient
+
+
+def _joined(
+    messages: tuple[Tensor, Tensor, Tensor, Tensor], weight: Tensor, peak: Tensor,
+    padded: Tensor | None, back: bool, wide: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Join forward and backward messages; memory of ``weight`` and backward ones is used again.
+
+    Returns:
+        Logarithms ``(T, G, n, 1)`` whose sums are the evidence, in float64; how far from underflow
+        each step is, ``(T, G, n, 1)``; and two products with forward messages ``(T, G, n, K)``:
+        for posteriors, with those of the same step, and in ``wide``, for transitions, with those
+        of the step before, and probabilities.
+    """
+    alpha, total, beta, probs = messages
+    largest = probs.amax() if probs.numel() else probs.new_ones(())
+    if back and (kernels := _kernels(weight)):
+        return kernels.joined(alpha, total, beta, weight, peak, padded, largest, wide)
     if padded is not None:
         total = total.masked_fill(padded, 1.0)
-    mass, agreement, least = total, total, limits.tiny / limits.eps
+    logs, mass = total.double().log().add_(peak), total
     if back:
         agreement = (alpha * beta).sum(-1, keepdim=True)
         if padded is not None:
             agreement.masked_fill_(padded, torch.inf)
-        mass, least = total * agreement, least * 3 * steps
-    evidence, exact = total.double().log().add_(peak).sum((0, -1)), None
-    largest = probs.amax().clamp(min=1.0) if probs.numel() else 1.0
-    if not exceeds(mass.amin() / largest, num_states * least):
-        exact = (mass / largest > num_states * least).all(0).squeeze(-1)
-    if not back:
-        return evidence, exact, lambda _: None
-    if exact is not None:
-        lost = ~exact.unsqueeze(-1)
-        alpha, beta, weight = (x.masked_fill(lost, 0.0) for x in (alpha, beta, weight))
-        agreement, total = agreement.masked_fill(lost, 1.0), total.masked_fill(lost, 1.0)
-    # products are made in the precision in which they are summed
-    wide = torch.float64 if num_states < NARROW and not (on_cpu or each) else dtype
+        mass = total * agreement
+        beta = beta.div_(agreement)
+        weight = _normal(weight.mul_(beta).div_(total))  # a product of divisors may overflow
+    return logs, mass / largest.clamp(min=1.0), beta, weight.to(wide)
 
-    def gradient(weights: Tensor) -> tuple[Tensor, ...]:
-        held, moved, states = (torch.empty_like(weight, dtype=x) for x in (wide, wide, dtype))
-        torch.mul(alpha, weights.to(dtype).unsqueeze(-1), out=held)
-        onward = beta / agreement
-        torch.mul(held, onward, out=states)
-        states = hardshrink(states, limits.tiny) if on_cpu else states  # weights have any sign
-        torch.div(onward.mul_(weight), total, out=moved)  # a product of divisors may overflow
-        counts = _transitions(held, _normal(moved), probs, each)
-        return states[0], counts, chain.by_logs(states.movedim(0, 2))
 
-    return evidence, exact, gradient
+def _kernels(weight: Tensor) -> Any:
+    """Kernels of Triton, where they do what is asked of likelihoods ``(T, G, n, K)``."""
+    fits = 0 < weight.numel() and weight.size(-1) <= WIDEST
+    return compiled("dense._triton") if pick(weight.device, fits) is TRITON else None
 
 
 def _weigh(
@@ -131,10 +156,9 @@ def _messages(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled messages, in one kernel, by parallel chunks of few long sequences, or step by step."""
     steps, groups, size, num_states = weight.shape
-    if weight.numel() > 0 and pick(weight.device, num_states <= WIDEST) is TRITON:
-        return compiled("dense._triton").messages(log_initial, log_transition, weight, last, back)
-    most = CHUNKS[1] if weight.device.type == "cpu" else CHUNKED_ON_DEVICE
-    narrow = steps >= CHUNKS[0] and groups * size * num_states**2 <= most
+    if kernels := _kernels(weight):
+        return kernels.messages(log_initial, log_transition, weight, last, back)
+    narrow = steps >= CHUNKS[0] and groups * size * num_states**2 <= CHUNKS[1]
     if narrow and last is None and len(log_transition) == 1:
         found = _by_chunks(log_initial, log_transition, weight, back)
         if found is not None:
@@ -156,10 +180,9 @@ def _by_chunks(
     padding = weight.new_ones(chunks * length - steps, groups, size, num_states)
     inside = torch.cat([weight, padding]).unflatten(0, (chunks, length))
     inside = inside.permute(1, 2, 0, 3, 4).contiguous()  # (L, G, C, n, K)
-    ends = torch.full((chunks, 1, 1), length - 1)  # last steps: the last chunk may be shorter
-    ends[-1] -= len(padding)
-    time = torch.arange(length).reshape(-1, 1, 1, 1, 1)
-    masks = torch.stack([time >= ends, time > ends]).to(weight.device, non_blocking=True)
+    lengths = torch.full((1, chunks, 1), length)  # the last chunk may be shorter
+    lengths[:, -1] -= len(padding)
+    masks = end_masks(lengths, length, weight.device)
     last = masks[0].expand(-1, groups, -1, size, -1).flatten(2, 3)
     start, matrix = log_initial.double().exp(), log_transition[0].double().exp().unsqueeze(1)
     operators = _operators(matrix, inside.double(), masks[1])
@@ -242,7 +265,7 @@ def _by_steps(
     weight: Tensor,
     last: Tensor | None,
     back: bool,
-    after: Tensor | None = None,
+    after: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled forward and backward messages, four kernels a step.
 
@@ -256,7 +279,7 @@ def _by_steps(
         last: ``(T, G, n, 1)`` booleans, True from the last step of each sequence on; None if all
             have T steps.
         back: Whether to go back too.
-        after: ``(G, n, K)``, what follows last steps, with ``last``; ones if it is nothing.
+        after: What follows last steps, ``(G, n, K)`` with ``last``, or one if it is nothing.
 
     Returns:
         Forward messages ``(T, G, n, K)`` and their norms ``(T, G, n, 1)``; backward messages,
@@ -272,8 +295,7 @@ def _by_steps(
         torch.add(there, floor, out=matrices[:, groups:].mT)
     seen, restart = torch.cat([weight, weight.flip(0)], 1) if back else weight, None
     if back and last is not None:  # a sequence begins anew at its last step
-        going, ending = weight.masked_fill(last, 0.0), weight.masked_fill(~last, 0.0)
-        ending = ending if after is None else ending * after
+        going, ending = weight.masked_fill(last, 0.0), (weight * after).masked_fill(~last, 0.0)
         seen = torch.cat([weight, going.flip(0)], 1)
         restart = torch.cat([torch.zeros_like(weight), ending.flip(0)], 1)
     arrived, state = torch.empty_like(seen), torch.empty_like(seen)
@@ -296,7 +318,7 @@ def _by_steps(
             _normal(here)
     beta = arrived[:, groups:].flip(0)
     if back and last is not None:
-        beta = beta.masked_fill_(last, 1.0) if after is None else torch.where(last, after, beta)
+        beta = torch.where(last, after, beta)
     return state[:, :groups], norm[:, :groups], beta, transition
 
 
@@ -305,19 +327,13 @@ def _transitions(alpha: Tensor, message: Tensor, probs: Tensor, each: bool) -> T
 
     ``(S, G, K, K)``, or ``(S, G n, K, K)``.
     """
-    size = alpha.size(2)
+    if each:  # of each sequence as a group
+        probs = probs.repeat_interleave(alpha.size(2), 1)
+        alpha, message = (part.flatten(1, 2).unsqueeze(2) for part in (alpha, message))
     before, after = alpha[:-1].transpose(0, 1), message[1:].transpose(0, 1)  # (G, T - 1, n, K)
-    if len(alpha) == 1:
-        return torch.zeros_like(probs).repeat_interleave(size if each else 1, 1)
-    if each:
-        before, after = (part.transpose(1, 2).flatten(0, 1) for part in (before, after))
-        probs = probs.repeat_interleave(size, 1)  # (N, T - 1, K)
-        if len(probs) > 1:
-            return (before.unsqueeze(-1) * after.unsqueeze(-2)).transpose(0, 1) * probs
-    elif len(probs) > 1:
+    if len(probs) > 1:
         return accumulated(before, after, cancels=False).transpose(0, 1) * probs
-    else:
-        before, after = before.flatten(1, 2), after.flatten(1, 2)
+    before, after = before.flatten(1, 2), after.flatten(1, 2)
     sums = accumulated(before, after, cancels=False).unsqueeze(0)
     if each or len(alpha[0]) > 1:  # which may be added up
         return sums * probs

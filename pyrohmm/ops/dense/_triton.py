@@ -1,4 +1,4 @@
-"""Scaled messages of Markov chains in one kernel for all steps, by Triton, on CUDA devices."""
+"""Scaled messages of Markov chains in two kernels for all steps, by Triton, on CUDA devices."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TILE = 2048  # numbers that a program joins
 HELD = 64  # registers of each thread that hold a matrix of up to 128 states: nothing is spilled
 
 
-@triton.jit(do_not_specialize=["num_steps", "count", "size"])
+@triton.jit(do_not_specialize=["by_group", "by_row", "by_state", "num_steps", "count", "size"])
 def _pass(
-    initial, matrices, weight, last, message, norm, num_steps, count, size,
-    K: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
-    EACH: tl.constexpr, RAGGED: tl.constexpr,
+    initial, by_group, by_row, by_state, matrices, weight, last, message, norm,
+    num_steps, count, size, K: tl.constexpr, WIDTH: tl.constexpr,
+    FLOOR: tl.constexpr, EACH: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Messages of one sequence in one direction; the matrix stays in registers.
 
@@ -34,7 +35,8 @@ def _pass(
     floor = tl.where(back == 1, FLOOR, 0.0)  # where there is no state nothing comes of it
     if not EACH:
         matrix = tl.load(matrices + group * K * K + entry, mask=both, other=0.0) + floor
-    arrived = tl.load(initial + row * K + column, mask=column < K * (1 - back), other=1.0)
+    first_state = initial + group * by_group + row % size * by_row + column * by_state
+    arrived = tl.exp(tl.load(first_state, mask=column < K * (1 - back), other=0.0))
     seen = tl.load(weight + (first * count + row) * K + column, mask=here, other=0.0)
     ahead = seen
     if num_steps > 1:
@@ -60,6 +62,28 @@ def _pass(
         seen, ahead = ahead, after
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _join(
+    alpha, norm, beta, weight, peak, padded, largest, moved, logs, mass, rows,
+    K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """What :func:`._torch._joined` returns, of ``ROWS`` steps of sequences; ``beta`` is changed."""
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    there, at = row < rows, row[:, None] * K + column
+    here = there[:, None] & (column < K)
+    onward, total = tl.load(beta + at, mask=here, other=0.0), tl.load(norm + row, mask=there)
+    agreement = tl.sum(onward * tl.load(alpha + at, mask=here, other=0.0), 1)
+    if RAGGED:
+        over = tl.load(padded + row, mask=there)
+        total, agreement = tl.where(over, 1.0, total), tl.where(over, float("inf"), agreement)
+    onward = onward / agreement[:, None]
+    seen = tl.load(weight + at, mask=here, other=0.0)
+    tl.store(beta + at, onward, mask=here)
+    tl.store(moved + at, onward * seen / total[:, None], mask=here)
+    tl.store(logs + row, tl.log(total.to(tl.float64)) + tl.load(peak + row, mask=there), mask=there)
+    tl.store(mass + row, total * agreement / tl.maximum(tl.load(largest), 1.0), mask=there)
+
+
 def options(dtype: torch.dtype, num_states: int) -> dict[str, Any]:
     """Constants of the kernel, and as many threads as it takes to hold the matrix."""
     width, limits = triton.next_power_of_2(num_states), torch.finfo(dtype)
@@ -78,13 +102,31 @@ def messages(
     Both ways of each sequence are programs of one launch.
     """
     steps, groups, size, num_states = weight.shape
-    initial, transition = (part.exp().contiguous() for part in (log_initial, log_transition))
+    transition = log_transition.exp().contiguous()
     message = weight.new_empty(1 + back, *weight.shape)
     norm = weight.new_empty(*weight.shape[:-1], 1)
     with torch.cuda.device_of(weight):
         _pass[((1 + back) * groups * size,)](
-            initial, transition, weight, last, message, norm, steps, groups * size, size,
+            log_initial, *log_initial.stride(), transition, weight, last, message, norm,
+            steps, groups * size, size,
             EACH=len(transition) != 1, RAGGED=back and last is not None,
             **options(weight.dtype, num_states),
         )  # fmt: skip
     return message[0], norm, message[-1][:, : groups * back], transition
+
+
+def joined(
+    alpha: Tensor, total: Tensor, beta: Tensor, weight: Tensor, peak: Tensor,
+    padded: Tensor | None, largest: Tensor, wide: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Join forward and backward messages: see :func:`._torch._joined`."""
+    width = triton.next_power_of_2(weight.size(-1))
+    rows, tile = total.numel(), max(1, TILE // width)
+    moved = torch.empty_like(weight, dtype=wide)
+    logs, mass = (torch.empty_like(total, dtype=torch.float64) for _ in range(2))
+    with torch.cuda.device_of(weight):
+        _join[(triton.cdiv(rows, tile),)](
+            alpha, total, beta, weight, peak, padded, largest, moved, logs, mass, rows,
+            K=weight.size(-1), WIDTH=width, ROWS=tile, RAGGED=padded is not None,
+        )  # fmt: skip
+    return logs, mass, beta, moved

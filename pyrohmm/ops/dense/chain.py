@@ -198,9 +198,7 @@ def ungrouped(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
     for part, shape, like in zip(found, shapes, arguments.tensors):
         if part is transition and len(shape) > 3:
             part = part.transpose(0, 1)
-        if part.numel() == like.numel():  # there is nothing to add up
-            part = part.reshape(like.shape)
-        else:
-            part = part.reshape(shape).sum_to_size(like.shape)
-        gradients.append(part.to(like.dtype))
+        whole = part.numel() == like.numel()  # there is nothing to add up
+        part = part.reshape(like.shape if whole else shape)
+        gradients.append((part if whole else part.sum_to_size(like.shape)).to(like.dtype))
     return gradients
