@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_floats, check_number, check_trailing
+from .._sync import exceeds
 from ..ops.diversity import _check_rho, _log_diversity
 from ..ops.diversity import log_diversity as log_diversity
 
@@ -121,9 +122,10 @@ class DiversityPrior(nn.Module):
 
     def _from_unequal_rows(self, rows: Tensor) -> Tensor:
         if rows.requires_grad and self.alpha > 0 and rows.size(-2) > 1:
+            apart = (rows - rows[..., :1, :]).detach().abs().amax()
             # rows in one corner are a sampler's overlong step, which it rejects
-            inside = bool((rows > torch.finfo(rows.dtype).eps ** 0.5).all())
-            if inside and torch.equal(rows, rows[..., :1, :].expand_as(rows)):
+            corner = torch.finfo(rows.dtype).eps ** 0.5
+            if not exceeds(apart, 0.0) and bool((rows > corner).all()):
                 raise ValueError(
                     "log_prior: all rows of the transition matrix are equal, where the density "
                     "has no slope. Give the guide init_loc_fn=init_to_sample."

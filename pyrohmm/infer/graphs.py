@@ -38,7 +38,7 @@ WRONG = 3  # guesses in all, after which a computation is left to the host
 # operations of torch whose results, or their shapes, the host must know
 READS = set(
     "_local_scalar_dense item is_nonzero nonzero equal masked_select _unique2 unique_dim "
-    "unique_consecutive bincount".split()
+    "unique_consecutive bincount _linalg_check_errors _linalg_eigh".split()
 )
 _log = logging.getLogger("pyrohmm")
 
@@ -67,11 +67,7 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
                 found = compute()
-        return partial(self._replay, graph), found
-
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        with torch.cuda.device(self.device):
-            graph.replay()
+        return graph.replay, found  # which finds its device itself
 
 
 GRAPHS: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraphs}  # by type of device
@@ -119,10 +115,9 @@ class Replays:
         if shape is None:
             return None
         if (shape, weight) not in self.made:  # the first time is one with all checks
-            if len(self.made) >= LARGEST and not stays:
-                return None
-            compute = partial(self.compute, batch, weight)
-            self.made[shape, weight] = _Replay(compute, self.graphs), batch
+            if stays or len(self.made) < LARGEST:
+                compute = partial(self.compute, batch, weight)
+                self.made[shape, weight] = _Replay(compute, self.graphs), batch
             return None
         replay, first = self.made[shape, weight]
         if not stays:  # which also drops what has been derived from the values before
@@ -193,16 +188,15 @@ class _Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         found = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        name, leaves = function.overloadpacket.__name__, tree_leaves((args, kwargs))
+        given = [x for x in leaves if isinstance(x, Tensor)]
         # a number of the host is an argument of a kernel, unless it is copied
-        some = [x for x in given if x.dim() or "copy" in name]
-        there = {x.device.type != "cpu" for x in (*some, *made)}
+        some = [x for x in given if x.dim() or not x.is_cpu or "copy" in name]
+        there = {not x.is_cpu for x in (*some, *tree_leaves(found)) if isinstance(x, Tensor)}
         random = torch.Tag.nondeterministic_seeded in function.tags
         masks = "index" in name and any(x.dtype == torch.bool for x in given[1:])
         reads = name in READS or masks or (name == "repeat_interleave" and len(given) > 1)
-        own = any(isinstance(x, torch.Generator) for x in tree_leaves((args, kwargs)))
+        own = any(isinstance(x, torch.Generator) for x in leaves)
         if True not in there:
             self.refused = f"{name} draws on the host" if random else self.refused
         elif len(there) > 1 or reads or own or name == "lift_fresh":

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from .._checks import check_floats
+from .._sync import exceeds
 from .log_space import log
 
 FAR = 0.5  # length of a step along which the slope grows
@@ -235,9 +236,8 @@ def _log_diversity(probs: Tensor, rho: float) -> Tensor:
         total = probs.sum((-2, -1))  # so that there is a gradient, of zero
         return total.masked_fill(torch.ones_like(total, dtype=torch.bool), -torch.inf)
     log_volume = _log_volume(features)
-    flat = ~log_volume.isfinite()
-    if bool(flat.any()):
-        flat = flat & ~probs.isnan().flatten(-2).any(-1)
+    if log_volume.numel() and not exceeds(log_volume.detach().amin(), -torch.inf):
+        flat = ~log_volume.isfinite() & ~probs.isnan().flatten(-2).any(-1)
         eye = torch.eye(count, size, device=features.device, dtype=features.dtype)
         features = torch.where(flat[..., None, None], eye, features)
         log_volume = _log_volume(features).masked_fill(flat, -torch.inf)
