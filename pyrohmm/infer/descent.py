@@ -162,7 +162,8 @@ class Descent:
     ) -> None:
         self.parameters = parameters
         imported("torch._dynamo")  # an optimizer would, with signals
-        adam = partial(torch.optim.Adam, lr=settings["learning_rate"])
+        fused = all(parameter.is_cuda for parameter in parameters) or None
+        adam = partial(torch.optim.Adam, lr=settings["learning_rate"], fused=fused)
         self.optimizer = (settings.get("optimizer") or adam)(parameters)
         make, clip_norm = settings.get("schedule"), settings.get("clip_norm")
         self.schedule = make(self.optimizer) if make else None
