@@ -65,6 +65,7 @@ from .._transforms import by_operations, evidence_and_gradient, refuse_transform
 from . import forward
 from .backends import NUMBA, compiled, pick
 from .dense import _torch
+from .dense import chain as chains
 from .dense.chain import Arguments, Gradient, Groups, check_arguments, grouped, ungrouped
 from .log_space import step_mask
 
@@ -305,7 +306,10 @@ def _counts(arguments: Arguments) -> ExpectedCounts:
 def _by_steps(arguments: Arguments) -> forward.Arranged:
     """Convert the arguments to the form that :mod:`.forward` takes, for torch."""
     initial, transition = arguments.initial.unsqueeze(-2), arguments.transition.unsqueeze(-3)
-    parts = initial, transition, arguments.likelihood, arguments.lengths
+    _, _, likelihood, symbols, known, lengths, *_ = arguments
+    if symbols is not None:
+        likelihood = chains.symbol_scores(likelihood, symbols, known)
+    parts = initial, transition, likelihood, lengths
     return forward.arrange(*parts, narrow=False)
 
 

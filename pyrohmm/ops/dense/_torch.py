@@ -59,9 +59,8 @@ def scaled(
     back = differentiable or not on_cpu or not _is_safe(chain, dtype)
     # products are made in the precision in which they are summed
     wide = torch.float64 if num_states < NARROW and not (on_cpu or each) else dtype
-    messages = _messages(initial, transition, weight, last, back)
-    joined = _joined(messages, weight, peak, padded, back, wide)
-    (alpha, *_, probs), (logs, mass, onward, moved) = messages, joined
+    messages = alpha, *_, probs = _messages(initial, transition, weight, last, back)
+    logs, mass, onward, moved = _joined(messages, weight, peak, padded, back, wide)
     exact, least = None, num_states * limits.tiny / limits.eps * (3 * steps if back else 1)
     if not exceeds(mass.amin(), least):
         exact = (mass > least).all(0).squeeze(-1)
@@ -84,13 +83,12 @@ def _joined(
     messages: tuple[Tensor, Tensor, Tensor, Tensor], weight: Tensor, peak: Tensor,
     padded: Tensor | None, back: bool, wide: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Join forward and backward messages; memory of ``weight`` and backward ones is used again.
+    """Join forward and backward messages, in the memory of these and of ``weight``.
 
     Returns:
-        Logarithms ``(T, G, n, 1)`` whose sums are the evidence, in float64; how far from underflow
-        each step is, ``(T, G, n, 1)``; and two products with forward messages ``(T, G, n, K)``:
-        for posteriors, with those of the same step, and in ``wide``, for transitions, with those
-        of the step before, and probabilities.
+        Logarithms that sum to the evidence, in float64, and how far from underflow each step is,
+        both ``(T, G, n, 1)``; the factors ``(T, G, n, K)`` of forward messages in posteriors, and
+        of those of the step before, with probabilities, in transitions, in ``wide``.
     """
     alpha, total, beta, probs = messages
     largest = probs.amax() if probs.numel() else probs.new_ones(())

@@ -93,13 +93,6 @@ class Arguments(NamedTuple):
         """Tensors by which the evidence is differentiated."""
         return self.initial, self.transition, self.logs
 
-    @property
-    def likelihood(self) -> Tensor:
-        """Log-likelihoods ``(*b, T, K)``."""
-        if self.symbols is None:
-            return self.logs
-        return symbol_scores(self.logs, self.symbols, self.known)
-
 
 def symbol_scores(logs: Tensor, symbols: Tensor, known: Tensor | None) -> Tensor:
     """Log-likelihoods ``(*b, T, K)`` of symbols ``(*b, T)``, zero where they are missing."""
