@@ -48,7 +48,7 @@ from ..ops.newton import Peak, climb
 from .coordinates import LOG, Coordinates, Packing
 from .marginal import Marginal, Values
 from .models import exclusive, to_model_device, unweighted
-from .objective import APART, check_copies, latent_sites
+from .objective import APART, check_copies, latent_sites, num_copies
 from .plates import Point, in_plate, marks_of, sequence_plates, wide
 from .replicates import crossing
 from .results import Fit
@@ -271,7 +271,13 @@ class _Search:
         """Raise unless copies of the model have the density of one, and effects are independent."""
         marginal = self.marginal
         marginal.widen(len(self.place))
-        places, b = self.place[0] + APART, torch.zeros(3, *marginal.modes.shape[1:]).double()
+        shared, effects = (
+            self.packing.values(self.place[0]),
+            marginal.packing.values(marginal.modes),
+        )
+        copies = num_copies(marginal.data, marginal.num_states, (shared | effects).values())
+        places = self.place[0] + APART * torch.arange(copies).double().unsqueeze(1)
+        b = torch.zeros(copies, *marginal.modes.shape[1:]).double()
 
         def joint(u: Tensor) -> Tensor:
             return marginal.joint(self.wide(u), b[: len(u)])
@@ -280,6 +286,7 @@ class _Search:
         check_copies(
             lambda: (torch.cat([joint(place.unsqueeze(0)) for place in places]), joint(places)),
             values,
+            marginal.data.num_observed,
         )
         marginal.check_independent(self.wide(self.place))
 

@@ -79,7 +79,8 @@ class Marginal:
         ]
         self.widths: Any = torch.ones_like(self.modes) if self.size == 1 and all(inside) else None
         self.nodes, self.resolved = FIRST_NODES, True
-        self.cells = len(data) * data.num_steps * nodes["_RETURN"]["value"].num_states
+        self.num_states = nodes["_RETURN"]["value"].num_states
+        self.cells = len(data) * data.num_steps * self.num_states
 
     @property
     def room(self) -> int:

@@ -74,6 +74,11 @@ def build(module: HMMModule, data: Sequences) -> HMM:
     token = CHECKED.set(last[1] if last is not None and last[0]() is module else None)
     try:
         hmm = module(data.lengths, data.observed if data.has_gaps else None, **further)
+    except TypeError as error:
+        if len(inspect.signature(module.forward).parameters) > 1:
+            raise
+        text = f"{type(module).__name__}.forward must take (self, lengths, observed=None); {error}"
+        raise TypeError(f"{text}. Give observed to the HMM it returns.") from None
     finally:
         CHECKED.reset(token)
     if isinstance(hmm, HMM) and "ids" not in hmm.__dict__ and not data.is_ragged:

@@ -6,8 +6,9 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pyro
@@ -26,7 +27,7 @@ from ..data.sequences import Sequences
 from ..nn.base import PYRO
 from .plates import LogJoint, is_likelihood, pieces_of, plates_of_batch, repeatable, sequence_plates
 
-APART = 0.01 * torch.arange(3.0).double().unsqueeze(-1)  # of coordinates of copies
+APART = 0.01  # of coordinates of copies
 WHEN_IMPOSSIBLE = (
     "a sequence has probability zero: check for symbols or transitions that no path allows"
 )
@@ -64,6 +65,14 @@ class Objective:
             self.plates = sequence_plates(asked, probe, None if batched else trace)
             with poutine.trace(param_only=True) as of_guide:
                 guide(probe)
+        depths = [
+            -f.dim for s in trace.nodes.values() for f in s.get("cond_indep_stack", ()) if f.dim
+        ]
+        beside = (
+            getattr(elbo, "vectorize_particles", False) and getattr(elbo, "num_particles", 1) > 1
+        )
+        if beside and self.supports and not enumerated and max(depths, default=0) == 1:
+            check_batchable(asked, probe, trace)
         self.model, self.guide = model, guide
         self.elbo = copy.copy(elbo) or (TraceEnum_ELBO() if enumerated else _UnreadELBO())
         if batched:
@@ -214,19 +223,37 @@ def log_joint(
             return joint, model(data)
 
 
-def check_copies(pair: Callable[[], tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
+def num_copies(data: Sequences, num_states: int, values: Iterable[Tensor]) -> int:
+    """Number of copies that is no size of data, states or values ``(...)``, nor next to one.
+
+    A dimension of copies then broadcasts against no other, as it might in a check of other numbers.
+    """
+    sizes = {num_states, *data.values.shape}.union(*(value.shape for value in values))
+    return next(n for n in count(3, 2) if not sizes & {n - 1, n, n + 1})
+
+
+def is_close(one: Tensor, other: Tensor, values: Mapping[str, Tensor], num_steps: int) -> bool:
+    """Whether log densities of so many steps, at ``values`` of parameters, differ by rounding."""
+    dtypes = {x.dtype for x in (one, *values.values()) if x.is_floating_point()}
+    near = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.75
+    return torch.allclose(other, one, near, near * num_steps, equal_nan=True)
+
+
+def check_copies(
+    pair: Callable[[], tuple[Tensor, Tensor]], values: Mapping[str, Tensor], num_steps: int
+) -> None:
     """Raise if a batch of model copies gives another log joint density than the model alone.
 
     Args:
         pair: Returns them, as computed in two ways.
         values: The parameters there, as copies of the model read them.
+        num_steps: Number of observations.
     """
     cause, close = None, False
     try:
         with torch.no_grad(), poutine.block():
             one, other = pair()
-        near = torch.finfo(one.dtype).eps ** 0.5
-        close = torch.allclose(other, one, near, near, equal_nan=True)
+        close = is_close(one, other, values, num_steps)
     except (RuntimeError, ValueError, IndexError) as error:
         cause = error
     if not close:
@@ -311,8 +338,18 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
         raise ValueError(
             "restarts and chains need a model whose states are summed out, such as MarginalModel."
         )
-    if copies == 1 or getattr(model, "generator", None) is not None:  # whose calls all differ
-        return trace
+    if copies > 1:
+        check_batchable(model, data, trace)
+    return trace
+
+
+def check_batchable(model: Any, data: Sequences, trace: poutine.Trace) -> None:
+    """Raise if copies of a model in a plate are mixed: if others change with the first one."""
+    if getattr(model, "generator", None) is not None:  # whose calls all differ
+        return
+    sites = {name: trace.nodes[name] for name in latent_sites(trace)[0]}
+    num_states = getattr(trace.nodes["_RETURN"]["value"], "num_states", 1)
+    copies = num_copies(data, num_states, (site["value"] for site in sites.values()))
 
     def plated() -> Any:
         return pyro.plate("copies", copies, dim=-2)
@@ -321,8 +358,6 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
         with repeatable(), LogJoint(values, copies) as joint, plated():
             model(data)
         return (joint.likelihood + joint.prior)[1:]
-
-    sites = {name: trace.nodes[name] for name in latent_sites(trace)[0]}
 
     def pair() -> tuple[Tensor, Tensor]:
         with repeatable(), plated():
@@ -335,8 +370,7 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
         name: site["value"].expand(copies, *site["value"].shape if site["cond_indep_stack"] else
                                    (1, *site["value"].shape))
         for name, site in sites.items()
-    })  # fmt: skip
-    return trace
+    }, data.num_observed)  # fmt: skip
 
 
 def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: Sequences) -> None:

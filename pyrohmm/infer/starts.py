@@ -26,11 +26,14 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
 from ..distributions.structured_hmm import HSMM
 from ..nn.base import PYRO, HMMModule
+from .graphs import is_known
 from .iterations import Loop, uniform_counts
 from .maximization import Maximization
 from .models import build
 from .msteps import share_labelled
+from .objective import check_copies, num_copies
 from .parameters import Parameters, Values
+from .plates import repeatable
 from .process_group import ProcessGroup
 
 FEW = 4  # restarts by default
@@ -227,6 +230,30 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
         return build(module, data)
 
 
+def check_restarts(parameters: Parameters) -> None:
+    """Raise unless batched restarts of a user's module have the densities of single ones."""
+    if is_known(parameters.module, parameters.log_prior):
+        return
+    probe, sample = parameters.probe, parameters.sample
+    copies = num_copies(probe, parameters.example.num_states, sample.values())
+    some = copy.copy(parameters)
+
+    def density(values: Values) -> Tensor:
+        some.values, some.restarts = values, len(next(iter(values.values())))
+        hmm, prior = some.build(probe)
+        return hmm.log_prob(probe.values).flatten() + prior
+
+    def pair() -> tuple[Tensor, Tensor]:
+        together = {name: torch.cat([row[name] for row in rows]) for name in sample}
+        return torch.cat([density(row) for row in rows]), density(together)
+
+    with repeatable():
+        rows = [from_prior(parameters.module, probe, 1) for _ in range(copies)]
+        rows = [{n: value.reshape(sample[n].shape) for n, value in row.items()} for row in rows]
+        shapes = {name: value.expand(copies, *value.shape) for name, value in sample.items()}
+        check_copies(pair, shapes, probe.num_observed)
+
+
 class StartSearch:
     """Search for initial parameters of EM: how many starts are ranked, and how many go on.
 
@@ -265,6 +292,8 @@ class StartSearch:
         """Initialise the parameters; False if the data do not suit the starts that are tried."""
         parameters, maximize = self.parameters, self.maximize
         try:
+            if parameters.sites and max(self.num_ranked, parameters.restarts) > 1:
+                check_restarts(parameters)
             if self.start is not None:
                 _begin_at(parameters, maximize, self.start)
             elif self.num_ranked > 1:

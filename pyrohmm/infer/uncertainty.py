@@ -21,7 +21,7 @@ from ..distributions.hmm import HMM
 from ..nn.base import PYRO
 from .coordinates import IDENTITY, LOG, Coordinates, Packing, names_of
 from .models import EnumeratedModel, MarginalModel, to_model_device
-from .objective import APART, check_copies, log_joint
+from .objective import APART, check_copies, log_joint, num_copies
 from .plates import hmm_at, in_plate, pieces_of, wide
 
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
@@ -182,13 +182,16 @@ class Information:
 
     def check_copies(self) -> None:
         """Raise unless copies of the model have the density of one."""
-        u = APART * torch.ones(len(self.labels), dtype=torch.double)
+        here = self.values_at(torch.zeros(len(self.labels)).double()).values()
+        steps = torch.arange(num_copies(self.probe, self.num_states, here)).double()
+        u = (APART * steps).unsqueeze(1).expand(-1, len(self.labels))
         check_copies(
             lambda: (
                 torch.stack([self.run(each, self.probe)[0] for each in u]),
                 self.run(u, self.probe)[0],
             ),
             self.values_at(u),
+            self.probe.num_observed,
         )
 
     def gradients(self, places: Tensor) -> Tensor:

@@ -250,7 +250,7 @@ def test_what_cannot_be_integrated_is_refused():
             return hmm
 
         with pytest.raises(
-            ValueError, match=r"and \(3, 1.*, own .* and \(3, 30\).* must be scalars"
+            ValueError, match=r"and \(7, 1.*, own .* and \(7, 30\).* must be scalars"
         ):
             fit_laplace(shaped, data, ["own"])
     fit = fit_laplace(linear, data, ["own"])
