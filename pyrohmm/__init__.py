@@ -54,7 +54,7 @@ Afterwards:
 ``metrics``, ``queries``, ``plots``  perplexity, BIC, cross-validation; imputation, k best; pictures
 ``Filter``        online, step by step
 ``PosteriorDraws``, ``to_arviz``  samples with aligned states, for ArviZ
-``save``, ``load_hmm``, ``load_into``, ``load_draws``  files that cannot run code
+``save``, ``load_fit``, ``load_hmm``, ``load_into``, ``load_draws``  files that cannot run code
 ``from_hmmlearn``, ``to_hmmlearn``, ``from_ctrlg``, ``to_ctrlg``
 ``LanguageModel``  of text; ``python -m pyrohmm.language``
 """
@@ -118,6 +118,7 @@ from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
 from .infer.sampled import SampledFit as SampledFit
+from .infer.saved import load_fit as load_fit
 from .io.conversion import from_ctrlg as from_ctrlg
 from .io.conversion import from_hmmlearn as from_hmmlearn
 from .io.conversion import to_ctrlg as to_ctrlg

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._arrays import to_numpy
 from .._imports import imported
-from ..infer.results import Bands
+from ..infer.bands import Bands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,8 @@ Its modules; each imports only those above it:
 ``resizing``      merge and split of states
 ``uncertainty``   ``Information``: standard errors and intervals
 ``replicates``    ``Bootstrap``, and profiles of the likelihood: many fits of one model
-``results``       ``Fit``, ``Restarts``: what a fit returns; tables and predictions
+``bands``         predictions at other covariates, with limits
+``results``       ``Fit``, ``Restarts``: what a fit returns; tables
 ``training``      the training loop
 ``gradient``      ``fit_svi``, ``fit_map``
 ``marginal``      log marginal likelihoods with random effects, by Laplace's approximation
@@ -31,6 +32,7 @@ Its modules; each imports only those above it:
 ``sampled``       ``SampledFit``: chains of samples, whether they agree, tempering
 ``mcmc``          ``fit_mcmc``: Hamiltonian Monte Carlo of many chains in one batch
 ``gibbs``         ``fit_gibbs``
+``saved``         ``load_fit``
 """
 
 from . import cooccurrence as cooccurrence
@@ -58,4 +60,5 @@ from .resizing import split_state as split_state
 from .results import Fit as Fit
 from .results import Restarts as Restarts
 from .sampled import SampledFit as SampledFit
+from .saved import load_fit as load_fit
 from .uncertainty import Information as Information

@@ -410,6 +410,14 @@ def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in values.items()}
 
 
+def outside_modules(store: Mapping[str, Any], *parts: Any) -> dict[str, dict[str, Any]]:
+    """State of the parameter store without what those ``parts`` that are modules carry."""
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    own = {id(parameter) for part in modules for parameter in part.parameters()}
+    names = {name for name, value in store["params"].items() if id(value) not in own}
+    return {kind: {n: x for n, x in held.items() if n in names} for kind, held in store.items()}
+
+
 class Point(PyroModule):
     """A guide that is a single point: a Delta distribution for each latent variable.
 

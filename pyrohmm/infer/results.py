@@ -1,21 +1,22 @@
-"""Results of a fit: the fitted model, its restarts, tables of estimates, and predictions."""
+"""Results of a fit: the fitted model, its restarts, tables of estimates, and files."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.infer.autoguide import AutoGuide
 from pyro.ops.stats import quantile
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import biject_to, constraints
 
 from .._checks import WORDS, check_probs, check_size
@@ -23,19 +24,21 @@ from ..data.sequences import Sequences, check_sequences
 from ..data.steps import read_times
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.forecast import Forecast
-from ..distributions.hard_zeros import bounds
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
+from ..io.files import kinds
+from ..io.persistence import describe
 from ..nn.base import PYRO, in_mode
 from ..ops.backends import advise_numba
-from .coordinates import IDENTITY, LOG, LOGIT, columns_of
+from .bands import Bands, predictions
+from .coordinates import columns_of
 from .descent import Validation
 from .models import to_model_device
 from .objective import site_losses
 from .parameters import fitted_in
 from .plates import SequencePlate, check_fitted, hmm_at, repeatable, samples_of, wide
 from .replicates import Bootstrap, bootstrap, match_states, profile_interval
-from .uncertainty import Covariance, Information, NoMaximum, normal_quantile
+from .uncertainty import Covariance, Information, NoMaximum, entry_names
 
 POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 SLOW = 10.0  # seconds
@@ -44,27 +47,7 @@ WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 COLUMNS = ("estimate", "std_error", "lower", "upper")  # of a table of parameters
 NONE = 1e-6  # limits this near to zero and one say nothing
 FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
-PARTS: Mapping[str, tuple[str, Callable[[Any], Tensor]]] = {  # of an attribute of the HMM
-    "transition": ("log_transition", lambda logs: logs[..., 0, :, :].exp()),
-    "initial": ("log_initial", torch.exp),
-    "mean": ("emission", lambda emission: emission.mean[..., 0, :]),
-    "rates": ("rates", lambda q: q[..., 0, :, :].tril(-1) + q[..., 0, :, :].triu(1)),
-    "duration": ("log_duration", lambda d: d.exp() @ torch.arange(1, d.size(-1) + 1).to(d)),
-}
-
-
-class Bands(NamedTuple):
-    """Predictions at M rows of covariates, with limits; :func:`pyrohmm.plots.bands` draws them.
-
-    Attributes:
-        value: ``(M, *)``.
-        lower: The same shape; not below 0 for probabilities.
-        upper: The same shape; not above 1 for probabilities.
-    """
-
-    value: Tensor
-    lower: Tensor
-    upper: Tensor
+CODE = "model", "guide", "params", "supports", "restarts"  # of a fit, that no file holds
 
 
 @dataclass(repr=False)
@@ -81,9 +64,9 @@ class Fit:
         seconds: Wall-clock time of the fit.
         num_observed: Number of observed steps it was fitted to; of pairs, for co-occurrences.
         names: Names of the latent variables.
-        params: The parameter store at the end of the fit. If the model or the guide is a function
-            with ``pyro.param`` statements, call it inside
-            ``pyro.get_param_store().scope(fit.params)``; modules carry their parameters.
+        params: The parameter store at the end of the fit, without what modules carry. If the model
+            or the guide is a function with ``pyro.param`` statements, call it inside
+            ``pyro.get_param_store().scope(fit.params)``.
         notes: Remarks worth knowing, such as that no sequence visits some state.
         restarts: All restarts, if there were several; the other attributes are of the best one.
         method: "MAP", "SVI" or "EM".
@@ -322,23 +305,37 @@ class Fit:
                 f"{text}{'' if text.endswith('?') else '.'} Queries take an HMM: fit.hmm(data)"
             )
 
-    def hmm_to_save(self) -> HMM:
-        """The fitted HMM, of one step: what :func:`pyrohmm.save` writes of a fit.
+    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and metadata that :func:`pyrohmm.save` writes, with the HMM if there is one."""
+        parts, about = code_of(self)
+        parts["coordinates"] = coordinates_of(self)
+        about |= {name: str(tuple(self.parameters[name].shape)) for name in self.names}
+        meta: dict[str, Any] = {"kind": "fit", "class": type(self).__name__, "code": about}
+        for name in [each.name for each in fields(self) if each.name not in CODE]:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                parts[name] = {"": value}
+            elif isinstance(value, dict) and all(isinstance(x, Tensor) for x in value.values()):
+                parts[name] = value
+            else:
+                meta[name] = value
+        try:
+            parts["hmm"], meta["hmm"] = describe(self._one_hmm())
+        except TypeError as error:
+            meta["hmm"] = str(error)
+        tensors = {f"{part}.{n}": x for part, all_of in parts.items() for n, x in all_of.items()}
+        return tensors, json.loads(json.dumps(meta | {"order": list(tensors)}))
 
-        Raises:
-            TypeError: If there is none that is that of all data.
-        """
-        reason = "its model is a function of the data"
+    def _one_hmm(self) -> HMM:
+        """The fitted HMM, of one step; raises TypeError if there is none for all data."""
         if getattr(self.model, "module", None) is not None and not self.plates:
             try:
                 hmm = self.hmm(Sequences(torch.zeros(1, 1), torch.tensor([1])))
-            except (TypeError, ValueError) as error:
-                reason = str(error).removesuffix(".")
-            else:
-                if not (hmm.transition_per_step or hmm.emission_per_step):
-                    return hmm
-        text = f"thing is a fit without one HMM for all data: {reason}"
-        raise TypeError(f"{text}. Save fit.hmm(data), or PosteriorDraws.of(fit).")
+            except ValueError as error:
+                raise TypeError(str(error)) from None
+            if not (hmm.transition_per_step or hmm.emission_per_step):
+                return hmm
+        raise TypeError("its model is a function of the data.")
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
         """Fitted HMMs, one for each part of some data."""
@@ -547,11 +544,18 @@ class Fit:
 
         Args:
             data: The sequences that were fitted, for a table of the estimates with standard errors
-                and limits: see :meth:`table`.
+                and limits: see :meth:`table`; "-" where there are none, with the reason below.
         """
         text = described(self)
         if data is not None:
-            text += ["", *lines(self.table(data))]
+            try:
+                rows = lines(self.table(data))
+            except ValueError as error:
+                parts = {name: {"estimate": value} for name, value in self.parameters.items()}
+                columns = columns_of(parts, entry_names(self.model))
+                columns |= {name: [math.nan] * len(columns["estimate"]) for name in COLUMNS[1:]}
+                rows = [*formatted(columns), f"no standard errors: {error}"]
+            text += ["", *rows]
         return "\n".join(text)
 
 
@@ -616,61 +620,44 @@ def check_fit(fit: object) -> None:
         raise TypeError(f"{text}. Data, where they are wanted, come after it.")
 
 
-# Tables and predictions ---------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 
-def _part(hmm: HMM, name: str) -> Tensor:
-    attribute, function = PARTS[name]
-    return function(getattr(hmm, attribute))
+def code_of(fit: Fit) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """Parameters that the code of a fit holds, by part and name; classes and shapes of them."""
+    code = {"model": fit.model} | ({"guide": fit.guide} if fit.method == "SVI" else {})
+    state = {n: part.state_dict() for n, part in code.items() if isinstance(part, nn.Module)}
+    if fit.method != "Laplace":  # whose points are all in its parameters
+        state["params"] = fit.params["params"]
+    parts = {name: getattr(part, "module", None) or part for name, part in code.items()}
+    about = {f"class of {name}": type(part).__qualname__ for name, part in parts.items()}
+    for name, held in state.items():
+        about |= {f"{name}: {n}": kind for n, kind in kinds(held).items()}
+    return state, about
 
 
-def predictions(
-    information: Information, at: Any, of: Any, level: float, example: Sequences
-) -> Bands:
-    """Predictions at covariates ``at`` ``(M, C)``, with delta-method limits."""
-    is_table = hasattr(at, "columns") or isinstance(at, dict)
-    rows = torch.zeros(0) if is_table else torch.as_tensor(at, dtype=torch.float64)
-    wanted = 0 if example.covariates is None else example.covariates.size(-1)
-    if not wanted or rows.dim() != 2 or rows.size(1) != wanted:
-        raise ValueError(
-            f"at must be (M, C) = (M, {wanted}) covariates, such as design.matrix(frame); got "
-            f"{'a table' if is_table else f'shape {tuple(rows.shape)}'}."
-        )
-    hmm = information.hmm
-    if isinstance(of, str) and not (of in PARTS and hasattr(hmm, PARTS[of][0])):
-        known = [name for name, (attribute, _) in PARTS.items() if hasattr(hmm, attribute)]
-        raise ValueError(f"of must be a function of an HMM, or the name of a part it has: "
-                         f"{' or '.join(known)}; got {of!r}.")  # fmt: skip
-    function = partial(_part, name=of) if isinstance(of, str) else of
-    some = example.known_values[:1].unsqueeze(0)
-    values = some.expand(len(rows), 2, *some.shape[2:])
-    there = torch.full((len(rows),), 2)
-    times = None if example.times is None else torch.arange(2.0).expand(len(rows), 2)
-    data = Sequences(values, there, covariates=rows.unsqueeze(1).expand(-1, 2, -1), times=times)
-    value, error = information.of(function, data)
-    scale: Any = LOGIT if of in ("transition", "initial") else IDENTITY
-    never_below = bool((example.known_values >= 0).all())
-    if of in ("rates", "duration") or (of == "mean" and never_below and bool((value > 0).all())):
-        scale = LOG
-    low, high = (end.to(value) for end in bounds(hmm.emission))
-    if of == "mean" and bool(high.isfinite().all()):
-        scale = biject_to(constraints.interval(low, high)).inv
-    point = scale(value)
-    width = normal_quantile(level) * error * scale.log_abs_det_jacobian(value, point).exp()
-    held = (error == 0) | ~point.isfinite()
-    lower, upper = (
-        torch.where(held, value, scale.inv(end)) for end in (point - width, point + width)
-    )
-    return Bands(value, lower, upper)
+def coordinates_of(fit: Fit) -> dict[str, Tensor]:
+    """Unconstrained coordinates in which an autoguide of SVI is, at the parameters."""
+    if fit.method != "SVI" or not isinstance(fit.guide, AutoGuide):
+        return {}
+    return {name: biject_to(fit.supports[name]).inv(fit.parameters[name]) for name in fit.names}
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def formatted(columns: Mapping[str, list]) -> list[str]:
+    """Format the rows of a table as lines of text; "-" for what is not a number."""
+    wide = max(len(name) for name in columns["parameter"])
+    rows = [["", *list(columns)[1:]]]
+    for name, *rest in zip(*columns.values()):
+        rows.append([name, *("-" if math.isnan(x) else f"{x:.4g}" for x in rest)])
+    return [f"{name:{wide}}" + "".join(f"{x:>11}" for x in rest) for name, *rest in rows]
 
 
 def lines(columns: Mapping[str, list]) -> list[str]:
-    """Format the rows of a table as lines of text."""
-    wide = max(len(name) for name in columns["parameter"])
-    head = f"{'':{wide}}" + "".join(f"{name:>11}" for name in list(columns)[1:])
-    rows = zip(*columns.values())
-    text = [head]
-    text += [f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in rest) for name, *rest in rows]
+    """Format a table as lines of text, with remarks on entries that say nothing."""
+    text = formatted(columns)
     ends = zip(columns["parameter"], columns["estimate"], columns["std_error"])
     held = [name for name, x, error in ends if abs(x) > FLAT and not error <= abs(x)]
     if held:

@@ -36,7 +36,7 @@ from .layouts import SIDE_BY_SIDE, arranged
 from .loop import FitLoop
 from .models import build, in_units, remarks, scale_alike, to_model_device
 from .objective import LEFT, Objective, follow_batches
-from .plates import marks_of, pieces_of, point_of, samples_of
+from .plates import marks_of, outside_modules, pieces_of, point_of, samples_of
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, name_of
 
@@ -73,7 +73,7 @@ def train(
         store = stack.enter_context(pyro.get_param_store().scope())
         stack.enter_context(in_mode(True, model))
         with group:
-            units = stack.enter_context(_scaled_priors(module, data, group))
+            units = stack.enter_context(scaled_priors(module, data, group))
             guide = guide_of(data, settings)
             _name_apart(guide)
             stack.enter_context(in_mode(True, guide))
@@ -82,9 +82,10 @@ def train(
         losses = training.run()
         values = training.objective.points() | training.values()
     plates, supports = training.objective.plates, training.objective.supports
+    params = outside_modules(store, alone, guide)
     return Fit(
         model, guide, losses, training.reason is not None, training.reason or training.ended,
-        training.seconds, data.num_observed, list(supports), dict(store), method=method,
+        training.seconds, data.num_observed, list(supports), params, method=method,
         notes=remarks(data, module) + doubts,
         validation=training.held_out.history if training.held_out else [],
         supports=supports, parameters=values, plates=plates, history=training.history(losses),
@@ -102,7 +103,7 @@ def _name_apart(guide: Any) -> None:
 
 
 @contextmanager
-def _scaled_priors(module: Any, data: Sequences | Parts, group: ProcessGroup) -> Iterator[float]:
+def scaled_priors(module: Any, data: Sequences | Parts, group: ProcessGroup) -> Iterator[float]:
     """Context: priors scaled to ``data``, alike in all ranks, restored on exit."""
     emission = module.emission_module() if isinstance(module, HMMModule) else None
     parts = list(emission.modules()) if isinstance(emission, PyroModule) else []

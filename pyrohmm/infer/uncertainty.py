@@ -105,9 +105,7 @@ class Information:
         if isinstance(model, EnumeratedModel):
             model = MarginalModel(model.module, model.log_prior)  # the same density
         self.model, self.data = doubled(model), to_model_device(model, None, data).to(torch.float64)
-        module: Any = getattr(model, "module", None)
-        known = module.entry_names() if hasattr(module, "entry_names") else {}
-        self.names: dict[str, list[str]] = {f"module.{name}": own for name, own in known.items()}
+        self.names = entry_names(model)
         self.pieces = pieces_of(self.model, self.data)
         self.probe = self.pieces[0][0]
         points, spaces, nodes = points_of(self.model, self.probe)
@@ -176,9 +174,13 @@ class Information:
         return self.built(self.values_at(u), data)
 
     def built(self, values: Mapping[str, Tensor], data: Sequences | None) -> HMM:
-        """Build the HMM at parameter values, for ``data``, by default the fitted sequences."""
+        """Build the HMM at parameter values, for ``data``, by default the fitted sequences.
+
+        Of those that are too ragged to be padded it is that of the first bucket.
+        """
+        data = data or (self.probe if self.data.is_ragged else self.data)
         with PYRO, pyro.get_param_store().scope(), pyro.validation_enabled(False):
-            return hmm_at(self.model, values, self.data if data is None else data, {})
+            return hmm_at(self.model, values, data, {})
 
     def check_copies(self) -> None:
         """Raise unless copies of the model have the density of one."""
@@ -479,6 +481,13 @@ def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str,
         for name, (support, _) in getattr(part, "_pyro_params", {}).items():
             spaces[f"{path}.{name}"] = support
     return values, spaces, nodes
+
+
+def entry_names(model: Any) -> dict[str, list[str]]:
+    """Names of the entries of parameters, by parameter, where the module of a model has some."""
+    module: Any = getattr(model, "module", None)
+    known = module.entry_names() if hasattr(module, "entry_names") else {}
+    return {f"module.{name}": own for name, own in known.items()}
 
 
 def doubled(model: Any) -> Any:

@@ -46,7 +46,7 @@ VERSION = 1  # what is written, and the newest that can be read
 TENSORS = "tensors.safetensors"
 READABLE = "pyrohmm.json"
 KINDS = {
-    "hmm": "load_hmm", "module": "load_into", "draws": "load_draws",
+    "hmm": "load_hmm", "module": "load_into", "draws": "load_draws", "fit": "load_fit",
     "language model": "LanguageModel.load",
 }  # fmt: skip
 
@@ -213,8 +213,8 @@ def check_directory(directory: FilePath) -> None:
         pass  # it can be made there
 
 
-def read_directory(directory: FilePath, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and plain data of one ``kind`` from a directory.
+def read_directory(directory: FilePath, *wanted: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read tensors and plain data of one of the kinds ``wanted``.
 
     Raises:
         FileNotFoundError: If nothing was saved there.
@@ -223,10 +223,19 @@ def read_directory(directory: FilePath, kind: str) -> tuple[dict[str, Tensor], d
     path = Path(directory) / TENSORS
     tensors, meta = read_tensors(path)
     found = str(meta.get("kind"))
-    if found != kind:
+    if found not in wanted:
         cure = f"Load it with {KINDS.get(found, 'read_tensors')}."
-        raise ValueError(f"{path} must hold one of kind {kind}; it is of kind {found}. {cure}")
+        raise ValueError(f"{path} must hold one of kind {wanted[0]}; it is of kind {found}. {cure}")
     return tensors, meta
+
+
+def grouped(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Tensors by what stands before the first dot of their names, and by the rest."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        part, _, name = path.partition(".")
+        parts.setdefault(part, {})[name] = tensor
+    return parts
 
 
 def _check_replaceable(target: Path) -> None:

@@ -32,7 +32,7 @@ from ..nn.family import FAMILIES
 from ..nn.normals import CentredEmission
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.states import Blocks
-from .files import TENSORS, FilePath, kinds, read_directory, write_directory
+from .files import TENSORS, FilePath, grouped, kinds, read_directory, write_directory
 
 # Every class that is ever built from a file, besides what emission families emit: by calling it
 # with tensors, integers, booleans, and distributions. Programs may add their own.
@@ -53,11 +53,12 @@ def save(thing: Any, directory: FilePath) -> None:
     """Save an HMM, a fit or a module to a directory, in place of what was saved there before.
 
     Of a module its ``state_dict()`` is saved, not its code: :func:`load_into` puts it into a module
-    that was built in the same way. Variables that have a prior are no part of it: save the fit. Of
-    a fit, or an estimator, the HMM is saved, for other data ``load_hmm(directory).with_lengths``.
-    Of a fit by SVI or a sampler, ``PosteriorDraws.of(fit)`` keeps the posterior, with the variables
-    of each sequence: see :func:`load_draws`.
-    An HMM is saved whole: see :func:`load_hmm`. No gradient information is saved.
+    that was built in the same way. Variables that have a prior are no part of it: save the fit.
+    A fit is saved with its guide or its chains: see :func:`load_fit`. Of a fit whose HMM does not
+    depend on data, and of an estimator, the HMM is saved too, for other data
+    ``load_hmm(directory).with_lengths``. ``PosteriorDraws.of(fit)`` are samples of the posterior:
+    see :func:`load_draws`. An HMM is saved whole: see :func:`load_hmm`. No gradient information is
+    saved.
 
     At any moment there is the old content or the new one, whole. Links to files in the directory
     are replaced, not followed. Two files are written:
@@ -72,8 +73,8 @@ def save(thing: Any, directory: FilePath) -> None:
             one above it must exist.
 
     Raises:
-        TypeError: If it is none of these, a fit whose HMM depends on the data, or the emission of
-            the HMM is of a class that is not in ``BUILT_FROM``; nothing is written then.
+        TypeError: If it is none of these, or the emission of the HMM is of a class that is not in
+            ``BUILT_FROM``; nothing is written then.
         ValueError: If the directory holds something else.
         OSError: If the files cannot be written.
 
@@ -94,11 +95,16 @@ def load_hmm(directory: FilePath) -> HMM:
         FileNotFoundError: If nothing was saved there.
         ValueError: If the files are damaged, hold something else, or come from a newer version.
     """
-    tensors, meta = read_directory(directory, "hmm")
+    tensors, meta = read_directory(directory, "hmm", "fit")
+    path = Path(directory) / TENSORS
+    if meta["kind"] == "fit":
+        tensors, meta = grouped(tensors).get("hmm", {}), meta["hmm"]
+        if isinstance(meta, str):
+            text = f"{path} holds a fit without one HMM for all data: {meta}"
+            raise ValueError(f"{text} Call load_fit(directory, model, data).hmm(data).")
     try:
         return restored(tensors, meta)
     except Exception as error:
-        path = Path(directory) / TENSORS
         raise ValueError(f"{path} does not describe an HMM: {error}") from error
 
 
@@ -134,18 +140,23 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
             part.complete(tensors, path and f"{path}.")
     here, there = kinds(module.state_dict()), kinds(tensors)
     here["its class"], there["its class"] = type(module).__qualname__, str(meta.get("class"))
-    found = {name: (there.get(name, "not"), here.get(name, "not")) for name in sorted(here | there)}
-    wrong = [f"{n} is {a} in the file, {b} in module" for n, (a, b) in found.items() if a != b]
-    if wrong:
-        raise ValueError(f"{Path(directory) / TENSORS} differs from module: {'; '.join(wrong)}.")
+    check_same(directory, there, here, "module")
     module.load_state_dict(tensors)
+
+
+def check_same(directory: FilePath, there: dict[str, str], here: dict[str, str], what: str) -> None:
+    """Raise unless names and kinds in a file are those here, of ``what`` was given."""
+    found = {name: (there.get(name, "not"), here.get(name, "not")) for name in sorted(here | there)}
+    wrong = [f"{n} is {a} in the file, {b} in {what}" for n, (a, b) in found.items() if a != b]
+    if wrong:
+        raise ValueError(f"{Path(directory) / TENSORS} differs from {what}: {'; '.join(wrong)}.")
 
 
 def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and JSON metadata of an HMM, a fit or a module."""
-    if hasattr(thing, "draws_to_save"):
-        return thing.draws_to_save()
-    thing = thing.hmm_to_save() if hasattr(thing, "hmm_to_save") else thing
+    thing = thing.to_save() if hasattr(thing, "to_save") else thing
+    if isinstance(thing, tuple):
+        return thing
     if isinstance(thing, HMM) and _CHAINS.get(type(thing)) is type(thing.chain):
         return _describe_hmm(thing)
     if type(thing) is BlockHMM:

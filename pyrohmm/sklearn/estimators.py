@@ -235,7 +235,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         count = len(self._table(X, lengths)[0])
         return self._num_parameters() * np.log(count) - 2 * self.score(X, lengths=lengths)
 
-    def hmm_to_save(self) -> HMM:
+    def to_save(self) -> HMM:
         """Fitted HMM of one step, which :func:`pyrohmm.save` writes."""
         check_is_fitted(self)
         return self._hmm(ONE)

@@ -486,3 +486,25 @@ def test_a_fit_that_has_not_ended_is_refused():
     fit = fit_em(TabularHMM(2, categorical(2)), data, start=start, num_iterations=2)
     with pytest.raises(ValueError, match=r"^More iterations: .*(nats below the max|no maximum)"):
         fit.std_errors(data)
+    rows = fit.summary(data).splitlines()
+    value = fit.parameters["module.transition"][0, 1].item()
+    assert f"module.transition[0, 1] {value:11.4g}{'-':>11}{'-':>11}{'-':>11}".split() in [
+        row.split() for row in rows
+    ]
+    assert rows[-1].startswith("no standard errors: More iterations: ")
+
+
+def test_functions_of_the_hmm_have_limits_where_lengths_differ_too_much_to_pad(monkeypatch):
+    pyro.set_rng_seed(0)
+    states = (torch.arange(900) // 9 % 2).double()
+    rows = [states[:n] * 4 + torch.randn(n) for n in [900, *[30] * 20]]
+    data = Sequences.from_list(rows)
+    fit = fit_em(TabularHMM(2, normal(0)), data, tolerance=1e-9)
+    of = lambda hmm: hmm.log_transition.exp()  # noqa: E731
+    wanted = fit.intervals(data, of=of)["of"]
+    monkeypatch.setattr("pyrohmm.data.packed.MOST", 1000)
+    monkeypatch.setattr("pyrohmm.data.packed.TIMES", 5)
+    monkeypatch.setattr("pyrohmm.data.packed.LITTLE", 1000)
+    ragged = Sequences.from_list(rows)
+    assert ragged.is_ragged
+    torch.testing.assert_close(fit.intervals(ragged, of=of)["of"], wanted, rtol=1e-3, atol=1e-3)

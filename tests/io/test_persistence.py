@@ -22,8 +22,6 @@ from pyrohmm import (
     HMMModule,
     LanguageModel,
     MarginalModel,
-    RegressionHMM,
-    Sequences,
     TabularHMM,
     blocks,
     categorical,
@@ -771,17 +769,3 @@ def test_a_fit_is_saved_as_its_hmm_for_other_data(tmp_path, method):
     save(fit, tmp_path / "fit")
     hmm = load_hmm(tmp_path / "fit").with_lengths(new.lengths)
     assert bits(hmm.log_prob(new.values)) == bits(fit.hmm(new).log_prob(new.values))
-
-
-def test_a_fit_without_one_hmm_is_refused_with_what_to_keep(tmp_path):
-    values = torch.randn(3, 8)
-    data = Sequences(values, torch.full((3,), 8), covariates=torch.randn(3, 8, 1))
-    fit = fit_em(RegressionHMM(2, normal(0), [0]), data, num_iterations=2)
-
-    def model(data):
-        return MarginalModel(TabularHMM(2, normal(0)))(data)
-
-    for one in (fit, fit_map(model, Sequences(values, data.lengths), num_iterations=2)):
-        with pytest.raises(TypeError, match=r"without one HMM .* Save fit.hmm\(data\)"):
-            save(one, tmp_path / "fit")
-    assert not (tmp_path / "fit").exists()

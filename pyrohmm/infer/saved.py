@@ -1,0 +1,113 @@
+"""Fits from files: what a file holds of a fit, and the code it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import autoguide
+
+from ..data.sequences import Sequences, check_sequences
+from ..io.files import FilePath, grouped, read_directory
+from ..io.persistence import check_same
+from ..nn.base import PYRO, HMMModule, in_mode
+from .descent import Validation
+from .laplace import LaplaceFit
+from .models import MarginalModel, to_model_device
+from .objective import is_enumerated, latent_sites
+from .plates import Point, SequencePlate, outside_modules, repeatable
+from .process_group import ProcessGroup
+from .results import CODE, Fit, code_of, coordinates_of
+from .sampled import SampledFit
+from .training import scaled_priors
+
+GUIDES = (  # that a file may name, built for the model alone
+    "AutoNormal AutoDiagonalNormal AutoMultivariateNormal AutoLowRankMultivariateNormal AutoDelta"
+).split()
+
+
+def load_fit(
+    directory: FilePath,
+    model: Callable[..., Any],
+    data: Sequences,
+    guide: Callable[..., Any] | None = None,
+) -> Fit:
+    """Load a fit that :func:`pyrohmm.save` has written, for its model; it answers as it did.
+
+    The code of model and guide is not saved. Their parameters without priors are set in place, as
+    :func:`load_into` does. ``restarts`` are not kept.
+
+    Args:
+        directory: Where ``save(fit, directory)`` has put it.
+        model: The Pyro model; or a module, for ``MarginalModel(module)``.
+        data: Sequences that the model takes, fitted or new: it is run on them once, to compare.
+        guide: That of :func:`fit_svi`, built anew. By default one of the class that was saved, if
+            that is one of Pyro's which need the model alone, such as ``AutoNormal``.
+
+    Raises:
+        FileNotFoundError: If nothing was saved there.
+        ValueError: If the files are damaged, hold something else, or differ from model or guide in
+            names, shapes or classes, which are told; then nothing has changed.
+
+    Example:
+        >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
+        >>> model = MarginalModel(TabularHMM(2, categorical(6)))
+        >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_iterations=10)
+        >>> directory = getfixture("tmp_path") / "fit"
+        >>> save(fit, directory)
+        >>> again = load_fit(directory, MarginalModel(TabularHMM(2, categorical(6))), data)
+        >>> again.score(data) == fit.score(data)
+        True
+    """
+    tensors, meta = read_directory(directory, "fit")
+    tensors = {name: tensors[name] for name in meta["order"]}
+    check_sequences("data", data)
+    model = MarginalModel(model) if isinstance(model, HMMModule) else model
+    data = to_model_device(model, guide, data)
+    kind = {each.__name__: each for each in (Fit, LaplaceFit, SampledFit)}[meta["class"]]
+    parts, own = grouped(tensors), [each.name for each in fields(kind) if each.name not in CODE]
+    given = {name: meta[name] for name in own if name in meta}
+    given |= {name: parts[name].get("", parts[name]) for name in own if name in parts}
+    for name in {"parameters", "chains"} & given.keys():
+        given[name] = {n: value.to(data.device) for n, value in given[name].items()}
+    values = given.setdefault("parameters", {})
+    given["validation"] = [Validation(*past) for past in given["validation"]]
+    given["plates"] = {n: SequencePlate(*plate) for n, plate in given.get("plates", {}).items()}
+    if given["method"] != "SVI":
+        guide = Point({name: values[name] for name in given["names"]})
+    elif guide is None:
+        if (known := meta["code"]["class of guide"]) not in GUIDES:
+            raise ValueError(f"guide must be the {known} of the fit; got None. Build it anew.")
+        guide = getattr(autoguide, known)(poutine.block(model, hide_fn=is_enumerated))
+    if given["plates"] and len(data) != len(given["marks"]):
+        data = data[[0] * len(given["marks"])]  # as many as were fitted
+    with (
+        PYRO, repeatable(), pyro.get_param_store().scope() as params, poutine.block(),
+        torch.no_grad(), in_mode(False, model, guide),
+        scaled_priors(getattr(model, "module", None), data, ProcessGroup()),
+    ):  # fmt: skip
+        trace = poutine.trace(model).get_trace(data)
+        guide(data)
+    supports, params = latent_sites(trace)[0], outside_modules(params, model, guide)
+    fit = kind(model=model, guide=guide, params=params, supports=supports, **given)
+    state, here = code_of(fit)
+    known = trace.nodes.keys() & {*supports, *fit.names}
+    here |= {name: str(tuple(trace.nodes[name]["value"].shape)) for name in known}
+    check_same(directory, meta["code"], here, "what is given")
+    found = coordinates_of(fit)
+    for name, value in parts.get("coordinates", {}).items():
+        if not torch.allclose(found[name].cpu(), value, 1e-4, 1e-6):
+            text = f"the prior of {name!r} has the unit of the data, and these are in another"
+            raise ValueError(f"{text}. Give the sequences that were fitted.")
+    for part, held in state.items():
+        saved = parts.get(part, {})
+        if part == "params":
+            for name, value in held.items():
+                value.data.copy_(saved[name])
+        else:
+            getattr(fit, part).load_state_dict(saved)
+    return fit

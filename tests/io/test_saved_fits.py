@@ -1,0 +1,250 @@
+"""Saved fits answer as they did before, and are refused where the code is another."""
+
+import pyro
+import pyro.contrib.autoname
+import pytest
+import torch
+from pyro.distributions import Delta, Normal
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.nn import PyroModule, PyroParam
+
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    PosteriorDraws,
+    RegressionHMM,
+    Sequences,
+    TabularHMM,
+    fit_em,
+    fit_gibbs,
+    fit_laplace,
+    fit_map,
+    fit_svi,
+    load_draws,
+    load_fit,
+    load_hmm,
+    normal,
+    save,
+)
+
+generator = torch.Generator().manual_seed(0)
+LENGTHS = [6, 3, 5, 1]
+ROWS = [torch.randn(n, generator=generator).double() for n in LENGTHS]
+COLUMNS = [torch.randn(n, 1, generator=generator).double() for n in LENGTHS]
+DATA = Sequences.from_list(ROWS)
+WITH_COLUMN = Sequences.from_list(ROWS, covariates=COLUMNS)
+NEW = Sequences.from_list([[2.0, 1.5], [-0.5]])
+HALF = torch.full((2, 2), 0.5, dtype=torch.float64).log()
+
+
+def herd(data, scale=1.0):
+    """A level for each animal around a common one, and a spread without a prior."""
+    centre = pyro.sample("centre", Normal(torch.zeros(2), 3.0).to_event(1))
+    spread = pyro.param("spread", torch.tensor(1.5), torch.distributions.constraints.positive)
+    with pyro.plate("animals", data.total, subsample=data.indices):
+        level = pyro.sample("level", Normal(0.0, scale))
+        emission = Normal(centre + level.unsqueeze(-1), spread.unsqueeze(-1))
+        hmm = HMM(HALF[0], HALF, emission, data.lengths, data.observed)
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+def regressed(data):
+    """No plate; a network of the covariates."""
+    levels = pyro.sample("levels", Normal(torch.zeros(2), 3.0).to_event(1))
+    slope = pyro.sample("slope", Normal(0.0, 1.0))
+    loc = levels.unsqueeze(-2) + slope[..., None, None] * data.covariates
+    hmm = HMM(HALF[0], HALF, Normal(loc, 1.0), data.lengths, data.observed, emission_per_step=True)
+    with pyro.plate("sequences", len(data)):
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+def by_hand(data):
+    """A guide of pyro.param statements."""
+    levels = pyro.param("mode", torch.zeros(2))
+    pyro.sample("levels", Delta(levels, event_dim=1))
+    width = pyro.param("width", torch.tensor(1.0), torch.distributions.constraints.positive)
+    pyro.sample("slope", Normal(pyro.param("middle", torch.tensor(0.0)), width))
+
+
+class Amortised(PyroModule):
+    """A guide with a network, and parameters of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = PyroModule[torch.nn.Linear](1, 1)
+        self.width = PyroParam(torch.tensor(1.0), torch.distributions.constraints.positive)
+
+    def forward(self, data):
+        pyro.sample("levels", Delta(torch.tensor([-1.0, 1.0]), event_dim=1))
+        mean = self.net(data.covariates.to(torch.get_default_dtype()).mean().reshape(1))[0]
+        pyro.sample("slope", Normal(mean, self.width))
+
+
+def tabular():
+    return MarginalModel(TabularHMM(2, normal(0)))
+
+
+class Shared(PyroModule):
+    """A model with a learnt scale beside its variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = PyroParam(torch.tensor(2.0), torch.distributions.constraints.positive)
+
+    def forward(self, data):
+        level = pyro.sample("level", Normal(torch.zeros(2), 3.0).to_event(1))
+        emission = Normal(level, self.scale)
+        hmm = HMM(HALF[0], HALF, emission, data.lengths, data.observed)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+
+QUICK = {"num_iterations": 6, "progress": False}
+
+
+def svi(model, data, guide=AutoNormal, **options):
+    return fit_svi(model, guide(model), data, learning_rate=0.1, **options, **QUICK)
+
+
+# the fit, what builds its code anew, and its data
+FITS = {
+    "MAP": (lambda: fit_map(tabular(), DATA, **QUICK), lambda: (tabular(),), DATA),
+    "restarts": (lambda: fit_map(tabular(), DATA, restarts=3, **QUICK), lambda: (tabular(),), DATA),
+    "MAP of each": (lambda: fit_map(herd, DATA, **QUICK), lambda: (herd,), DATA),
+    "validated": (lambda: fit_map(herd, DATA, validation=NEW, **QUICK), lambda: (herd,), DATA),
+    "SVI of each": (lambda: svi(herd, DATA), lambda: (herd,), DATA),
+    "minibatches": (lambda: svi(herd, DATA, batch_size=2), lambda: (herd,), DATA),
+    "full": (lambda: svi(herd, DATA, AutoMultivariateNormal), lambda: (herd,), DATA),
+    "learnt": (lambda: svi(Shared(), DATA), lambda: (Shared(),), DATA),
+    "module": (lambda: svi(tabular(), DATA), lambda: (tabular(),), DATA),
+    "by hand": (
+        lambda: fit_svi(regressed, by_hand, WITH_COLUMN, **QUICK),
+        lambda: (regressed, by_hand),
+        WITH_COLUMN,
+    ),
+    "network": (
+        lambda: fit_svi(regressed, Amortised(), WITH_COLUMN, **QUICK),
+        lambda: (regressed, Amortised()),
+        WITH_COLUMN,
+    ),
+    "EM": (
+        lambda: fit_em(TabularHMM(2, normal(0)), DATA),
+        lambda: (TabularHMM(2, normal(0)),),
+        DATA,
+    ),
+    "GLM": (
+        lambda: fit_em(RegressionHMM(2, normal(0), [0]), WITH_COLUMN, num_iterations=3),
+        lambda: (RegressionHMM(2, normal(0), [0]),),
+        WITH_COLUMN,
+    ),
+    "Gibbs": (
+        lambda: fit_gibbs(TabularHMM(2, normal(0)), DATA, num_samples=5, warmup=2, num_chains=2),
+        lambda: (tabular(),),
+        DATA,
+    ),
+    "Laplace": (
+        lambda: fit_laplace(herd, DATA, random="level", num_steps=3),
+        lambda: (herd,),
+        DATA,
+    ),
+}
+
+
+def answers(fit, data):
+    """All that a fit is asked for, the same random numbers each time."""
+    pyro.set_rng_seed(3)
+    found = {"score": fit.score(data), "states": fit.predict(data), "start": fit.start}
+    if fit.method == "Laplace":
+        return found | {
+            "parameters": fit.parameters,
+            "effects": len(fit.random),
+            "value": fit.log_marginal,
+        }
+    found["parts"] = {n: x for n, x in fit.parts(data).items() if "_latent" not in n}
+    draws = PosteriorDraws.of(fit, num_draws=5, data=data)
+    found["draws"] = draws.parameters | draws.stats
+    found["map"] = draws.map(data, lambda hmm: hmm.log_prob(data.values))
+    if fit.plates:
+        found["new"] = draws.for_new(NEW).parameters
+    if fit.method == "SVI":
+        found["quantiles"] = fit.quantiles(num_samples=20, data=data)
+    return found
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_saved_fit_answers_as_before(tmp_path, name):
+    make, rebuilt, data = FITS[name]
+    pyro.set_rng_seed(0)
+    fit = make()
+    save(fit, tmp_path / "fit")
+    before = answers(fit, data)
+    pyro.clear_param_store()
+    loaded = load_fit(tmp_path / "fit", rebuilt()[0], data, *rebuilt()[1:])
+    assert type(loaded) is type(fit)
+    assert not len(pyro.get_param_store())
+    torch.testing.assert_close(answers(loaded, data), before, rtol=0, atol=0)
+    for field in ("losses", "history", "validation", "notes", "reason", "plates"):
+        one, other = getattr(loaded, field), getattr(fit, field)
+        assert str(one) == str(other), field
+    spaces = {name: space for name, space in fit.supports.items() if name in loaded.supports}
+    assert str(loaded.supports) == str(spaces)
+
+
+def test_other_code_is_refused_by_name_and_unchanged(tmp_path):
+    pyro.set_rng_seed(0)
+    save(svi(herd, DATA), tmp_path / "herd")
+    save(svi(Shared(), DATA), tmp_path / "shared")
+    save(fit_svi(regressed, by_hand, WITH_COLUMN, **QUICK), tmp_path / "hand")
+
+    def more_states(data):
+        with pyro.contrib.autoname.scope(prefix="other"):
+            return herd(data)
+
+    def with_start(data):
+        pyro.param("start", torch.zeros(2))
+        by_hand(data)
+
+    three = Shared()
+    three.extra = torch.nn.Parameter(torch.zeros(1))
+    before = {name: value.clone() for name, value in three.state_dict().items()}
+    refusals = [
+        (
+            ("herd", more_states, DATA),
+            r"centre is \(2,\) in the file, not in what",
+        ),
+        (("shared", three, DATA), r"model: extra is not in the file, \(1,\) torch"),
+        (("shared", herd, DATA), "class of model is Shared in the file, function"),
+        (("hand", regressed, WITH_COLUMN), "guide must be the function of the fit; got None"),
+        (("hand", regressed, WITH_COLUMN, with_start), r"params: start is not in the file, \(2,\)"),
+        (("herd", herd, DATA, AutoMultivariateNormal(herd)), "class of guide is AutoNormal in"),
+    ]
+    for (name, *given), message in refusals:
+        with pytest.raises(ValueError, match=message):
+            load_fit(tmp_path / name, *given)
+    assert all(torch.equal(value, before[name]) for name, value in three.state_dict().items())
+    with pytest.raises(ValueError, match="load_fit"):
+        load_draws(tmp_path / "herd", herd)
+
+
+def test_new_data_do_for_loading_where_priors_do_not_follow_them(tmp_path):
+    pyro.set_rng_seed(0)
+    fit = svi(herd, DATA)
+    save(fit, tmp_path / "fit")
+    loaded = load_fit(tmp_path / "fit", herd, NEW)
+    torch.testing.assert_close(answers(loaded, DATA), answers(fit, DATA), rtol=0, atol=0)
+    save(svi(tabular(), DATA), tmp_path / "flat")
+    with pytest.raises(ValueError, match=r"unit of the data, .* Give the sequences"):
+        load_fit(tmp_path / "flat", tabular(), Sequences.from_list([[100.0, 900.0, 40.0]]))
+
+
+def test_the_hmm_of_a_fit_is_in_its_file_if_there_is_one(tmp_path):
+    fit = fit_em(TabularHMM(2, normal(0)), DATA, num_iterations=3)
+    save(fit, tmp_path / "fit")
+    evidence = load_hmm(tmp_path / "fit").with_lengths(NEW.lengths).log_prob(NEW.values)
+    assert torch.equal(evidence, fit.hmm(NEW).log_prob(NEW.values))
+    save(fit_map(herd, DATA, **QUICK), tmp_path / "herd")
+    with pytest.raises(ValueError, match=r"without one HMM .* Call load_fit"):
+        load_hmm(tmp_path / "herd")
