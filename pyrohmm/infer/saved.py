@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -69,14 +69,9 @@ def load_fit(
     model = MarginalModel(model) if isinstance(model, HMMModule) else model
     data = to_model_device(model, guide, data)
     kind = {each.__name__: each for each in (Fit, LaplaceFit, SampledFit)}[meta["class"]]
-    parts, own = grouped(tensors), [each.name for each in fields(kind) if each.name not in CODE]
-    given = {name: meta[name] for name in own if name in meta}
-    given |= {name: parts[name].get("", parts[name]) for name in own if name in parts}
-    for name in {"parameters", "chains"} & given.keys():
-        given[name] = {n: value.to(data.device) for n, value in given[name].items()}
-    values = given.setdefault("parameters", {})
-    given["validation"] = [Validation(*past) for past in given["validation"]]
-    given["plates"] = {n: SequencePlate(*plate) for n, plate in given.get("plates", {}).items()}
+    parts = grouped(tensors)
+    given = _fields(kind, parts, meta, data.device)
+    values = given["parameters"]
     if given["method"] != "SVI":
         guide = Point({name: values[name] for name in given["names"]})
     elif guide is None:
@@ -111,3 +106,15 @@ def load_fit(
         else:
             getattr(fit, part).load_state_dict(saved)
     return fit
+
+
+def _fields(kind: Any, parts: Mapping[str, Any], meta: Any, device: Any) -> dict[str, Any]:
+    """The fields of a fit that are in its file."""
+    own = [each.name for each in fields(kind) if each.name not in CODE]
+    given = {name: meta[name] for name in own if name in meta}
+    given |= {name: parts[name].get("", parts[name]) for name in own if name in parts}
+    for name in {"parameters", "chains"} & given.keys():
+        given[name] = {n: value.to(device) for n, value in given[name].items()}
+    plates = given.get("plates", {}).items()
+    given |= {"plates": {name: SequencePlate(*plate) for name, plate in plates}}
+    return {"parameters": {}} | given | {"validation": [Validation(*v) for v in meta["validation"]]}
