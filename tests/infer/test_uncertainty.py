@@ -505,6 +505,7 @@ def test_functions_of_the_hmm_have_limits_where_lengths_differ_too_much_to_pad(m
     monkeypatch.setattr("pyrohmm.data.packed.MOST", 1000)
     monkeypatch.setattr("pyrohmm.data.packed.TIMES", 5)
     monkeypatch.setattr("pyrohmm.data.packed.LITTLE", 1000)
+    monkeypatch.setattr("pyrohmm.data.packed.SHORT", 1000)
     ragged = Sequences.from_list(rows)
     assert ragged.is_ragged
     torch.testing.assert_close(fit.intervals(ragged, of=of)["of"], wanted, rtol=1e-3, atol=1e-3)
