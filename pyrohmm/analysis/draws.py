@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.infer import MCMC
+from pyro.ops.stats import quantile
 from torch import Tensor
 
 from .._checks import check_integers, check_shape, check_size
@@ -25,6 +26,7 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
+from ..infer.coordinates import columns_of
 from ..infer.layouts import Layout, Model, arranged, layout_of, log_prior, run
 from ..infer.models import to_model_device
 from ..infer.plates import (
@@ -43,6 +45,7 @@ from ..io.files import FilePath, grouped, read_directory
 from ..nn.base import PYRO, in_mode
 
 GUIDE = "independent samples of a guide: there are no chains that could disagree"
+MOST = 100  # rows of a summary
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 CANDIDATES = 2**20  # steps of all candidates that are computed at once
 # Where they come from ----------------------------------------------------------------------------
@@ -242,8 +245,8 @@ class PosteriorDraws:
         return replace(self, parameters=values, stats=stats)
 
     def summary(self) -> str:
-        """Summary of the samples in words: whether chains agree, R-hat, effective sample sizes."""
-        return "\n".join([GUIDE] if "log_guide" in self.stats else summary_of(self.parameters))
+        """Summary as text: whether chains agree; of a guide, a table of at most 100 entries."""
+        return "\n".join((_table if "log_guide" in self.stats else summary_of)(self.parameters))
 
     # Samples as HMMs
 
@@ -298,7 +301,7 @@ class PosteriorDraws:
         ]
         new = _of_new(self.model, flat, data, plates, num_candidates)
         known |= {name: value.unflatten(0, self.shape) for name, value in new.items()}
-        return replace(self, parameters=known, stats={}, marks=marks_of(data))
+        return replace(self, parameters=known, stats=_unknown(self.stats), marks=marks_of(data))
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -519,6 +522,26 @@ def _of_new(
                 best = torch.maximum(best, score)
             rows.append(found)
     return {name: torch.stack([row[name] for row in rows]) for name in plates}
+
+
+def _table(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Lines with mean, standard deviation and quantiles of variables ``(C, S, ...)``."""
+    flat = {name: value.flatten(0, 1).double() for name, value in parameters.items()}
+    table = columns_of({
+        name: {"mean": x.mean(0), "sd": x.std(0)}
+        | {f"{q:.0%}": quantile(x, q) for q in (0.05, 0.5, 0.95)} for name, x in flat.items()
+    })  # fmt: skip
+    names = table.pop("parameter")[:MOST]
+    wide = max(map(len, names))
+    text = [GUIDE, f"{'':{wide}}" + "".join(f"{name:>11}" for name in table)]
+    rows = zip(names, zip(*table.values()))
+    text += [f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in row) for name, row in rows]
+    return text
+
+
+def _unknown(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Density of the guide, not known of new variables, which are independent as before."""
+    return {n: x * torch.nan for n, x in stats.items() if n == "log_guide"}
 
 
 def _saved(draws: PosteriorDraws) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -261,7 +261,7 @@ def aic(fit: Fit, data: Data, num_parameters: float | None = None) -> float:
 
     Args:
         fit: From :func:`fit_em` or :func:`fit_map`.
-        data: What was fitted.
+        data: What was fitted; of labels it is the evidence with them, as the fit maximised it.
         num_parameters: p; by default that of :func:`num_parameters`.
     """
     evidence, count = _evidence_and_size(fit, data, num_parameters)
@@ -290,7 +290,12 @@ def _evidence_and_size(fit: Fit, data: Data, count: float | None = None) -> tupl
     if fit.unit == "observed step" and data.num_observed != fit.num_observed:
         text = f"data must be those of the fit, of {fit.num_observed:,} observed steps"
         raise ValueError(f"{text}; got {data.num_observed:,}. Of other data: fit.score(data).")
-    evidence = log_evidence(fit, data).double().sum().item()
+    with torch.no_grad():
+        known = (
+            (hmm if part.labels is None else hmm.restrict(part.labels)).log_prob(part.values)
+            for hmm, part in hmms_of(fit, data, 256)
+        )
+        evidence = sum(each.double().sum().item() for each in known)
     if count is None:
         some = data if isinstance(data, Sequences) else data.first
         if some.is_ragged and not fit.plates:

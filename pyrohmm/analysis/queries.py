@@ -21,6 +21,7 @@ from ..distributions.block_hmm import BlockHMM
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.forecast import Forecast, cdf, sample_in_time
 from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import HSMM
 from ..ops import recursions
 from ..ops.blocks.inner_products import InnerProductTransition
@@ -262,7 +263,10 @@ class _ForecastPerStep(Forecast):
         self._forecast = Forecast(states.unsqueeze(-2), emission)  # batch shape (*B, H, 1)
         self._dim = -1 - len(self.event_shape)
 
-    probs: Any = property(lambda self: self._forecast.probs.squeeze(-2))
+    @property
+    def probs(self) -> Tensor:
+        return self._forecast.probs.squeeze(-2 if is_categorical(self.emission) else -1)
+
     mean: Any = property(lambda self: self._forecast.mean.squeeze(self._dim))
     variance: Any = property(lambda self: self._forecast.variance.squeeze(self._dim))
 

@@ -281,8 +281,9 @@ class Forecast(OwnChecks):
 
     @property
     def probs(self) -> Tensor:
-        """Probabilities of symbols ``(*B, H, V)``, if the emission is categorical."""
-        return self.state_probs @ self._moment("probs")
+        """Probabilities of symbols ``(*B, H, V)``; of yes and no, that of yes ``(*B, H)``."""
+        probs = self._moment("probs")
+        return self.state_probs @ probs if is_categorical(self.emission) else self._average(probs)
 
     @property
     def mean(self) -> Tensor:

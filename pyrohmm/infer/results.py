@@ -222,7 +222,9 @@ class Fit:
         """Decode the state of each step, packed ``(M,)``: one sequence after the other.
 
         ``data.to_dataframe(states=fit.predict(data))`` are the rows of a table with them; of padded
-        ``(N, T)`` tensors ask the HMM: ``fit.hmm(data).viterbi(data)``. Labels are not used.
+        ``(N, T)`` tensors ask the HMM: ``fit.hmm(data).viterbi(data)``. Labels are not used, so
+        that predictions can be compared with them; to keep to them ask
+        ``fit.hmm(data).restrict(data.labels)``.
 
         Args:
             data: The sequences, fitted or new.
@@ -249,11 +251,16 @@ class Fit:
         r"""Smoothed state probabilities :math:`p(z_t \mid x_{1:T})` of each step, ``(M, K)``.
 
         Packed, one sequence after the other: ``data.to_dataframe(probs=fit.predict_proba(data))``.
+        Labels are not used: see :meth:`predict`.
         """
         return self._steps(data, lambda hmm, part: hmm.posterior(part.values).state_probs)
 
     def score(self, data: Sequences) -> float:
-        r"""Log evidence of all sequences, :math:`\sum_n \log p(x_n)`, in nats."""
+        r"""Log evidence of all sequences, :math:`\sum_n \log p(x_n)`, in nats.
+
+        Labels are not used: with them it is that of
+        ``fit.hmm(data).restrict(data.labels).log_prob(data.values)``, as in ``metrics.bic``.
+        """
         parts = self._placed(data).buckets
         return float(sum(self.hmm(part).log_prob(part.values).double().sum() for part in parts))
 

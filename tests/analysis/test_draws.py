@@ -374,3 +374,28 @@ def test_draws_are_saved_with_what_belongs_to_each_sequence(tmp_path):
         loaded.hmm(Sequences.from_list([[9.0, 2.0], [0.5]]))
     with pytest.raises(ValueError, match="load_draws"):
         load_hmm(tmp_path / "draws")
+
+
+def test_draws_of_a_guide_for_new_sequences_are_not_judged_as_a_chain():
+    def model(data):
+        even = torch.full((2, 2), 0.5).log()
+        mean = pyro.sample("mean", Normal(0.0, 1.0))
+        with pyro.plate("subjects", data.total, subsample=data.indices):
+            level = pyro.sample("level", Normal(mean, 1.0))
+            loc = torch.stack([level, level + 1], -1)
+            hmm = HMM(even[0], even, Normal(loc, 1.0), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    data = Sequences(torch.randn(3, 5))
+    guide = AutoNormal(model)
+    draws = PosteriorDraws.of(fit_svi(model, guide, data, num_iterations=5), num_draws=20)
+    for each in (draws, draws.thin(10), draws.thin(10).for_new(Sequences(torch.randn(2, 5)))):
+        first, head, row, *_ = each.summary().split("\n")
+        assert "independent" in first
+        assert head.split() == ["mean", "sd", "5%", "50%", "95%"]
+        values, row = each.parameters["mean"][0], [float(x) for x in row.split()[1:]]
+        assert row[:2] == pytest.approx([values.mean().item(), values.std().item()], rel=1e-3)
+        assert row[2] < row[3] < row[4]
+        below = [(values <= limit + 1e-3).double().mean().item() for limit in row[2:]]
+        assert below == pytest.approx([0.05, 0.5, 0.95], abs=0.11)

@@ -395,3 +395,12 @@ def test_perplexity_is_the_inverse_geometric_mean_of_the_evidence():
     assert found.num_tokens == 6  # four and one and three steps, two of them missing
     assert found.log_evidence == pytest.approx(total)
     assert found.value == pytest.approx(math.exp(-total / 6))
+
+
+def test_bic_is_of_the_likelihood_that_labels_restrict():
+    data = datasets.casino(num_sequences=3, num_steps=20)
+    fit = fit_em(TabularHMM(2, categorical(6)), data, restarts=1)
+    known = fit.hmm(data).restrict(data.labels).log_prob(data.values).sum().item()
+    difference = metrics.bic(fit, data) - metrics.bic(fit, data.without_labels())
+    assert difference == pytest.approx(2 * (fit.score(data) - known), rel=1e-4)
+    assert difference > 1

@@ -396,3 +396,13 @@ def test_queries_take_sequences_as_well_as_their_values():
             wanted = ask(hmm, data.values)
             torch.manual_seed(0)
             assert torch.equal(ask(hmm, data), wanted)
+
+
+def test_probabilities_of_yes_by_step_are_averages_over_states():
+    torch.manual_seed(0)
+    even, yes = torch.full((2, 2), 0.5).log(), torch.rand(3, 5, 2)
+    hmm = HMM(even[0], even, dist.Bernoulli(yes), torch.full((3,), 5), emission_per_step=True)
+    values = hmm.sample()
+    weights = yes * values.unsqueeze(-1) + (1 - yes) * (1 - values).unsqueeze(-1)  # even chain
+    wanted = (weights * yes).sum(-1) / weights.sum(-1)
+    torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, wanted)
