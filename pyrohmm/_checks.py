@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
 from operator import attrgetter
+from types import UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -119,6 +120,15 @@ def all_names_checked(module: dict[str, Any]) -> None:
     for name, value in list(module.items()):
         if inspect.isfunction(value) and value.__module__ == module["__name__"] and name[0] != "_":
             module[name] = names_checked(value)
+
+
+def check_kind(
+    name: str, value: object, kind: type | UnionType, wanted: str, cure: str = ""
+) -> None:
+    """Raise unless ``value`` is an instance of ``kind``, known as ``wanted``."""
+    if not isinstance(value, kind):
+        text = f"{name} must be {wanted}; got {type(value).__name__}. {cure}"
+        raise TypeError(text.rstrip())
 
 
 def check_tensor(name: str, value: object) -> None:

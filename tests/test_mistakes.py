@@ -15,12 +15,15 @@ from pyrohmm import (
     HMM,
     HSMM,
     ContinuousTimeHMM,
+    CooccurrenceModel,
     DenseHMM,
     Filter,
     LanguageModel,
     LinearChainCRF,
     MarginalModel,
     NeuralHMM,
+    NeuralTagger,
+    PosteriorDraws,
     Sequences,
     StickyHDPHMM,
     TabularContinuousTimeHMM,
@@ -28,7 +31,9 @@ from pyrohmm import (
     TabularHMM,
     TabularHSMM,
     beta,
+    blocks,
     categorical,
+    clusters,
     datasets,
     fit_cooccurrence,
     fit_em,
@@ -50,6 +55,7 @@ from pyrohmm import (
     von_mises,
 )
 from pyrohmm.data import StoredSequences, Vocabulary
+from pyrohmm.data.formulas import Design
 from pyrohmm.data.readers import Entry, corpus_of, read_characters
 from pyrohmm.sklearn import GaussianHMM
 
@@ -96,6 +102,10 @@ def module():
 
 def model():
     return MarginalModel(module())
+
+
+def language_model():
+    return LanguageModel(Vocabulary(["a", "<eos>"]), blocks.from_clusters(torch.arange(2), 1), 4)
 
 
 def of_plate(data):
@@ -367,6 +377,7 @@ def test_data(mistake, error, words):
           ("batchsize", "batch_size", lambda: metrics.perplexity(None, data(), batchsize=3)),
           ("k", "count", lambda: queries.k_best(hmm(), X, k=3)),
           ("num_samples", "num_draws", lambda: to_arviz(None, data(), num_samples=3)),
+          ("num_samples", "num_draws", lambda: PosteriorDraws.of(None, num_samples=3)),
           ("n_sequences", "num_sequences", lambda: datasets.casino(n_sequences=3)),
           ("epochs", "num_epochs", lambda: LanguageModel.fit(None, None, epochs=2)),
       ]],
@@ -406,6 +417,37 @@ def test_data(mistake, error, words):
      ValueError, "value of 'transition' must lie in its space, "),
     ("a rate that is none", lambda: freeze(TabularHMM(2, parametric(POISSONS)), "emission.rate",
      -torch.ones(2)), ValueError, "value of 'emission.rate' must lie in its space, "),
+    *[(f"MAP by the optimizer {given}", lambda given=given: fit_map(
+        model(), data(), optimizer=given), TypeError,
+       f"optimizer must be a function .*got {got}. Give partial")
+      for given, got in [("adam", "str"), (pyro.optim.Adam({"lr": 0.1}), "NoneType")]],
+    *[(f"{name} of another kind", lambda name=name, wrong=wrong: fit_map(
+        model(), data(), **{name: wrong}), TypeError, f"{name} must be {wanted}; got")
+      for name, wrong, wanted in [("learning_rate", [0.1], "a number"),
+                                  ("elbo", "trace", "an ELBO of Pyro, such as Trace_ELBO..")]],
+    ("a class of guides", lambda: fit_svi(model(), AutoDelta, data()), TypeError,
+     "guide must be of the model, .*got the class AutoDelta"),
+    ("pairs of other symbols", lambda: fit_cooccurrence(module(), data(), 5), ValueError,
+     "num_symbols must be V of the module, 3; got 5"),
+    ("pairs by lag", lambda: fit_cooccurrence(module(), data(), lag=2), TypeError,
+     r"fit_cooccurrence\(\) .*'lag'. Did you mean lags"),
+    ("pairs of Sequences", lambda: CooccurrenceModel(module(), data()), TypeError,
+     r"target must be Pairs, .*got Sequences. Make Pairs by count_pairs\(data, V"),
+    ("clusters of Sequences", lambda: clusters.brown(data(), 2), TypeError, "pairs must be Pairs"),
+    ("a matrix to draw", lambda: plots.transition(A), TypeError, "hmm must be an HMM; got Tensor"),
+    ("an HMM for its forecast", lambda: plots.forecast(hmm()), TypeError,
+     "predicted must be a Forecast; got HMM. Call hmm.forecast"),
+    ("a list for a vocabulary", lambda: LanguageModel(["a", "b"], None), TypeError,
+     "vocabulary must be a Vocabulary; got list"),
+    ("a prompt in words", lambda: language_model().generate(1, prompt=["a"]), TypeError,
+     "prompt must be a str; got list. Join"),
+    ("a text read never", lambda: language_model().fit(data(), num_epochs=0), ValueError,
+     "num_epochs must be at least 1"),
+    ("words without tags", lambda: fit_map(MarginalModel(NeuralTagger(2, 3, 2, 4)), data()),
+     ValueError, r"values must end in .*Pair words with tags: tagged\(data\)"),
+    ("columns of a design", lambda: Sequences.from_dataframe(
+        {"x": [0.5]}, columns="x", covariates=Design({}, {"loc": ["dose"]})), ValueError,
+     r"covariates must name columns of frame.*design.table\(frame\), covariates=design.names"),
     ("an M-step of a list", lambda: fit_em(TabularHMM(2, partial(Wrong, [PI])), COUNTS),
      TypeError, "m_step of Wrong must return a pair: .*, tensors"),
     ("an M-step of no parameter", lambda: fit_em(TabularHMM(2, partial(Wrong, {"b": PI})), COUNTS),

@@ -20,7 +20,7 @@ from pyro.infer import MCMC
 from pyro.ops.stats import quantile
 from torch import Tensor
 
-from .._checks import check_integers, check_shape, check_size
+from .._checks import check_integers, check_kind, check_shape, check_size, names_checked
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
@@ -182,6 +182,7 @@ class PosteriorDraws:
         return _saved(self)
 
     @classmethod
+    @names_checked
     def of(
         cls,
         posterior: Fit | MCMC | Mapping[str, Tensor] | PosteriorDraws,
@@ -216,13 +217,10 @@ class PosteriorDraws:
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
             values, stats, marks = _of_sampler(posterior, model)
-        elif isinstance(posterior, Mapping):
-            values, stats = dict(posterior), {}
         else:
-            raise TypeError(
-                "posterior must be a fit, MCMC or a dict of samples; got "
-                f"{type(posterior).__name__}. The data come after it."
-            )
+            wanted = "a fit, MCMC or a dict of samples"
+            check_kind("posterior", posterior, Mapping, wanted, "The data come after it.")
+            values, stats = dict(posterior), {}
         if model is None:
             raise ValueError("model must be given beside samples: of(samples, model); got None.")
         return cls(model, values, stats, dims or {}, marks)

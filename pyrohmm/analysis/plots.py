@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import all_names_checked
+from .._checks import all_names_checked, check_kind
 from .._imports import imported
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -57,6 +57,7 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
     """
+    check_kind("hmm", hmm, HMM, "an HMM", "Of a fit give fit.hmm(data).")
     return square(single("transitions", hmm.log_transition).exp(), names, axes)
 
 
@@ -214,6 +215,7 @@ def forecast(
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
     """
+    check_kind("predicted", predicted, Forecast, "a Forecast", "Call hmm.forecast(values, H).")
     ahead, start = predicted.state_probs.size(-2), 0 if values is None else values.numel()
     past = () if values is None else tuple(values.shape)
     if predicted.shape().numel() != ahead or start != max(past, default=0):

@@ -63,7 +63,9 @@ def column(argument: str, frame: Any, name: str) -> np.ndarray:
     if name in levels and name not in list(names):
         return to_numpy(frame.index.get_level_values(name))
     if name not in list(names):
-        raise ValueError(f"{argument} must name columns of frame, {list(names)}; got {name!r}.")
+        text = f"{argument} must name columns of frame, {list(names)}; got {name!r}."
+        cure = "Of a design give from_dataframe(design.table(frame), covariates=design.names)."
+        raise ValueError(f"{text} {cure if argument == 'covariates' else ''}".rstrip())
     return to_numpy(frame[name])
 
 

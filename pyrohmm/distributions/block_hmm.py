@@ -296,7 +296,8 @@ class BlockHMM(HMM):
         values = self.values_of(values)
         check_tensor("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
-        check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
+        cure = "Pair words with tags: tagged(data)." if len(self.event_shape) > 1 else ""
+        check_trailing("values", values, tuple(self.event_shape), "(T, *E)", cure)
         outer = values.shape[: values.dim() - len(self.event_shape)]
         self.refuse_one_series(outer)
         batch = broadcast_shapes(outer, self.batch_shape)

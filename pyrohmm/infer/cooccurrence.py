@@ -6,6 +6,7 @@ available here as well.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from .._checks import check_integers, check_range, check_size
+from .._checks import check_integers, check_kind, check_range, check_size, unknown_argument
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -31,7 +32,7 @@ from ..ops.pairs import add_up
 from ..ops.pairs import cross_entropy as cross_entropy
 from ..ops.pairs import relative_distance as relative_distance
 from ..ops.pairs import squared_distance as squared_distance
-from .descent import MINIBATCHES
+from .descent import MINIBATCHES, Settings
 from .gradient import fit_map
 from .models import LogPrior, build, exclusive
 from .results import Fit
@@ -132,7 +133,7 @@ class CooccurrenceModel(OwnParameters):
             :func:`cooccurrence.stationary_detached`.
 
     Raises:
-        TypeError: If the module does not emit symbols.
+        TypeError: If the module does not emit symbols, or a target is of another kind.
         ValueError: If the model changes with the step, V is not that of the target, or there are
             not as many weights as targets.
     """
@@ -154,9 +155,10 @@ class CooccurrenceModel(OwnParameters):
     ) -> None:
         super().__init__()
         self.targets = [target] if isinstance(target, Pairs | Tensor) else list(target)
-        if len(self.targets) > 1 and any(isinstance(each, Tensor) for each in self.targets):
-            text = "data must be Pairs, which know their lags, if they are several; got a tensor"
-            raise ValueError(f"{text}. Make them by count_pairs(data, V, lag).")
+        kind = Pairs if len(self.targets) > 1 else Pairs | Tensor
+        for each in self.targets:
+            wanted = "Pairs, which know their lags, or a single tensor"
+            check_kind("target", each, kind, wanted, "Make Pairs by count_pairs(data, V, lag).")
         weights: Any = weight if isinstance(weight, Sequence) else [weight] * len(self.targets)
         self.weights = list(weights)
         if not all(0 < each < math.inf for each in self.weights):
@@ -176,6 +178,10 @@ class CooccurrenceModel(OwnParameters):
         total: Any = 0.0
         for target, weight in zip(self.targets, self.weights, strict=True):
             lag = 1 if isinstance(target, Tensor) else target.lag
+            size = target.size(-1) if isinstance(target, Tensor) else target.num_symbols
+            if size != probs.size(-1):
+                text = f"num_symbols must be V of the module, {probs.size(-1)}; got {size}"
+                raise ValueError(f"{text}. Leave it out, or count the pairs anew.")
             joint = joint_probs(marginal, hmm.log_transition, lag)
             total = total - weight * self.loss(joint, probs, target)
         pyro.factor("pairs", total)
@@ -236,6 +242,9 @@ def fit_cooccurrence(
         >>> fit.restarts.losses.shape[0], fit.num_observed
         (4, 38)
     """
+    known = [*inspect.signature(fit_map).parameters, *Settings.__annotations__]
+    for name in options.keys() - known:
+        raise unknown_argument(fit_cooccurrence, name, ["lags", "num_symbols", *known])
     for name in (*MINIBATCHES, "sharded"):
         if options.get(name) not in (None, False):
             text = f"{name} must be left out; got {options[name]}"

@@ -15,7 +15,7 @@ from pyro.infer import ELBO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._checks import check_size, check_tolerance, unknown_argument
+from .._checks import check_kind, check_number, check_size, check_tolerance, unknown_argument
 from .._imports import imported
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
@@ -137,11 +137,15 @@ def settings_of(fit: Callable[..., Any], arguments: dict[str, Any]) -> Settings:
             raise unknown_argument(fit, name, [*inspect.signature(fit).parameters, *known])
     settings: Any = {name: arguments.get(name) for name in known} | arguments["options"]
     check_tolerance(settings["tolerance"])
+    check_kind("elbo", settings["elbo"], ELBO | None, "an ELBO of Pyro, such as Trace_ELBO()")
     for name in ("num_iterations", "batch_size", "batch_tokens", "validate_every", "patience"):
         if settings[name] is not None:
             check_size(name, settings[name])
     for name, most in (("learning_rate", math.inf), ("clip_norm", math.inf), ("average", 1.0)):
-        if settings[name] is not None and not 0 < settings[name] < most:
+        if settings[name] is None:
+            continue
+        check_number(name, settings[name])
+        if not 0 < settings[name] < most:
             below = f" and below {most:g}" if most < math.inf else ""
             raise ValueError(f"{name} must be positive{below}; got {settings[name]}.")
     sizes = [name for name in MINIBATCHES if settings[name] is not None]
@@ -164,7 +168,10 @@ class Descent:
         imported("torch._dynamo")  # an optimizer would, with signals
         fused = all(parameter.is_cuda for parameter in parameters) or None
         adam = partial(torch.optim.Adam, lr=settings["learning_rate"], fused=fused)
-        self.optimizer = (settings.get("optimizer") or adam)(parameters)
+        given: Any = settings.get("optimizer") or adam
+        self.optimizer = given(parameters) if callable(given) else given
+        wanted, cure = "a function that returns a torch optimizer", "Give partial(torch.optim.SGD"
+        check_kind("optimizer", self.optimizer, torch.optim.Optimizer, wanted, f"{cure}, lr=0.1).")
         make, clip_norm = settings.get("schedule"), settings.get("clip_norm")
         self.schedule = make(self.optimizer) if make else None
         self.plateau = self.schedule if isinstance(self.schedule, ReduceLROnPlateau) else None

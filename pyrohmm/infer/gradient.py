@@ -14,6 +14,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_sample, init_to_value
 from torch import nn
 
+from .._checks import check_kind
 from .._choices import first_values
 from ..data.parts import Parts, first_sequence, parts_of
 from ..data.sequences import Sequences
@@ -244,11 +245,8 @@ def _init_function(
         return init_to_value(values=wide, fallback=init_to_sample)
     if callable(start):
         return start
-    if not isinstance(start, Mapping):
-        raise TypeError(
-            "start must be a function such as init_to_sample, values by name, or a fit; got "
-            f"{type(start).__name__}."
-        )
+    wanted = "a function such as init_to_sample, values by name, or a fit"
+    check_kind("start", start, Mapping, wanted)
     values = dict(start)
 
     def init(site: dict[str, Any]) -> Any:

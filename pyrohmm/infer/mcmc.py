@@ -21,7 +21,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import names_checked
+from .._checks import check_kind, names_checked
 from .._choices import first_values
 from .._imports import imported
 from ..data.sequences import Sequences
@@ -441,11 +441,9 @@ class HMC(Chains):
             best = first + scores.argmax(1)
             place = ends.place[best].repeat_interleave(scores.size(1), 0)
         else:
-            values = start.parameters if isinstance(start, Fit) else start
+            values: Any = start.parameters if isinstance(start, Fit) else start
             values = self.prior if start is from_prior else values
-            if not isinstance(values, Mapping):
-                got = type(start).__name__
-                raise TypeError(f"start must be a Fit, or a dict of values by name; got {got}.")
+            check_kind("start", values, Mapping, "a Fit, or a dict of values by name")
             place = hamiltonian.free(self._widened(values))
         hamiltonian.state = hamiltonian.at(place + JITTER * torch.randn_like(place))
         if not bool(hamiltonian.state.log_density.isfinite().all()):

@@ -19,7 +19,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor, nn
 from torch.distributions import biject_to, constraints
 
-from .._checks import WORDS, check_probs, check_size
+from .._checks import WORDS, check_kind, check_probs, check_size
 from ..data.sequences import Sequences, check_sequences
 from ..data.steps import read_times
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -622,9 +622,8 @@ class Restarts:
 
 def check_fit(fit: object) -> None:
     """Raise unless ``fit`` is a :class:`Fit`."""
-    if not isinstance(fit, Fit):
-        text = f"fit must be a Fit, such as fit_em returns; got {type(fit).__name__}"
-        raise TypeError(f"{text}. Data, where they are wanted, come after it.")
+    cure = "Data, where they are wanted, come after it."
+    check_kind("fit", fit, Fit, "a Fit, such as fit_em returns", cure)
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -75,6 +75,9 @@ def train(
         with group:
             units = stack.enter_context(scaled_priors(module, data, group))
             guide = guide_of(data, settings)
+            if isinstance(guide, type):
+                got = f"the class {guide.__name__}"
+                raise TypeError(f"guide must be of the model, as AutoNormal(model); got {got}.")
             _name_apart(guide)
             stack.enter_context(in_mode(True, guide))
             training = Training(model, guide, data, settings, restarts, units, group)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import check_range, check_shape, check_size
+from .._checks import check_kind, check_range, check_shape, check_size
 from ..data.parts import parts_of
 from ..data.vocabulary import Vocabulary
 from ..infer.cooccurrence import count_pairs
@@ -101,6 +101,7 @@ def brown(
     """
     check_size("num_clusters", num_clusters)
     check_size("num_sweeps", num_sweeps, 0)
+    check_kind("pairs", pairs, Pairs, "Pairs", "Count them: cooccurrence.count_pairs(data, V).")
     first, second, numbers = _columns(pairs)
     counts = np.zeros((2, pairs.num_symbols), np.int64)
     np.add.at(counts[0], first, numbers)

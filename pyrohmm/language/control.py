@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._checks import check_size
+from .._checks import check_kind, check_size
 from ..distributions.hmm import HMM
 from ..ops.automata import Automaton
 from .steering import Lookahead
@@ -79,11 +79,8 @@ class ConstraintProcessor:
         ignore_case: bool = False,
     ) -> None:
         check_size("max_tokens", max_tokens)
-        if not isinstance(constraint, Automaton):
-            raise TypeError(
-                f"constraint must be an Automaton, such as automata.must_contain('word'); got "
-                f"{type(constraint).__name__}."
-            )
+        wanted = "an Automaton, such as automata.must_contain('word')"
+        check_kind("constraint", constraint, Automaton, wanted)
         end = getattr(tokenizer, "eos_token_id", None) if end is None else end
         self.padding = getattr(tokenizer, "pad_token_id", None) if padding is None else padding
         self.read_prompt = read_prompt

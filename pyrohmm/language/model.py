@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_size, names_checked
+from .._checks import check_kind, check_size, names_checked
 from ..analysis.metrics import Perplexity
 from ..analysis.queries import predictive_log_prob
 from ..data.batches import batches_in_round, cut_by_steps
@@ -106,6 +106,7 @@ class LanguageModel:
         dropout: float | LinearDropout | None = None,
         contiguous: bool = False,
     ) -> None:
+        check_kind("vocabulary", vocabulary, Vocabulary, "a Vocabulary", "Call count_words(lines).")
         unknown = vocabulary.unknown
         if not (unknown is None or isinstance(unknown, str) or unknown is word_classes):
             raise ValueError(
@@ -406,6 +407,7 @@ class LanguageModel:
 
 def _warn_of_unknown(prompt: str, vocabulary: Vocabulary) -> None:
     """Warn of words of a prompt that another word stands for."""
+    check_kind("prompt", prompt, str, "a str", "Join words: ' '.join(words).")
     unknown = [word for word in prompt.split() if word not in vocabulary]
     if unknown and vocabulary.unknown is not None:
         text = f"the model does not know {', '.join(map(repr, unknown))} of the prompt"

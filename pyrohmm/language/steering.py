@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._checks import check_size
+from .._checks import check_kind, check_size
 from .._precision import full_precision
 from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
@@ -55,8 +55,7 @@ class Emissions:
     """
 
     def __init__(self, hmm: HMM, classes: Tensor, dtype: torch.dtype | None = None) -> None:
-        if not isinstance(hmm, HMM):
-            raise TypeError(f"hmm must be an HMM, as fit.hmm(data); got {type(hmm).__name__}.")
+        check_kind("hmm", hmm, HMM, "an HMM, as fit.hmm(data)")
         self.num_states, self.device = hmm.num_states, hmm.log_initial.device
         in_blocks = isinstance(hmm, BlockHMM)
         if any(hmm.chain.batch_shape) or not (in_blocks or is_categorical(hmm.emission)):

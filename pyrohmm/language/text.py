@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import check_range, check_size
+from .._checks import check_kind, check_range, check_size
 from ..data.parts import StoredSequences, parts_of
 from ..data.readers import FilePath
 from ..data.sequences import Sequences
@@ -183,10 +183,7 @@ def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
 
 def check_ends(name: str, vocabulary: Vocabulary, data: Sentences) -> None:
     """Raise unless each sentence ends in ``<eos>``, has none before, and lacks no step."""
-    if not isinstance(data, Sequences | StoredSequences):
-        raise TypeError(
-            f"{name} must be Sequences, as encode makes them; got {type(data).__name__}."
-        )
+    check_kind(name, data, Sequences | StoredSequences, "Sequences, as encode makes them")
     for part in parts_of(data):
         if part.has_gaps:
             text = f"{name} must have no missing steps"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .._checks import check_size
 from ..data.sequences import Sequences
 from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
@@ -101,6 +102,7 @@ def fit_sentences(
     module, (num_epochs, batch_tokens, num_streams) = model.module, sizes
     group = ProcessGroup.of(options.get("group"))
     with group:
+        check_size("num_epochs", num_epochs)
         for name, lines in (("data", data), ("validation", validation)):
             if lines is not None:
                 check_ends(name, model.vocabulary, lines)
