@@ -340,7 +340,12 @@ def test_a_rank_among_several_replays_nothing(monkeypatch):
 
 def test_adam_is_fused_on_a_cuda_device(monkeypatch):
     made = []
-    monkeypatch.setattr(torch.optim, "Adam", lambda _, **options: made.append(options["fused"]))
+
+    def adam(_, **options):
+        made.append(options["fused"])
+        return MagicMock(torch.optim.Optimizer)
+
+    monkeypatch.setattr(torch.optim, "Adam", adam)
     for on_cuda in (True, False):
         Descent([MagicMock(is_cuda=on_cuda)], defaultdict(lambda: None), 1)
     assert made == [True, None]
