@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import wraps
@@ -28,6 +29,7 @@ from torch.distributions.constraints import Constraint
 from ._imports import imported
 from ._transforms import transforming
 
+INNER = "pyrohmm", "contextlib"  # modules whose lines no warning names
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 SYNONYMS = [  # names of one argument, here and elsewhere
     text.split()
@@ -85,6 +87,14 @@ class OwnChecks(TorchDistribution):
                 return self.__getattribute__(name)  # raises, with the reason
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(f"{text}. Did you mean {meant}?")
+
+
+def warn_caller(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn at the line outside of this package and its decorators from which it was called."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(INNER):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, kind, stacklevel=level)
 
 
 def synonyms(name: str, known: Iterable[str]) -> list[str]:

@@ -17,11 +17,11 @@ from pyrohmm import HMM, BlockHMM, NeuralHMM
 from pyrohmm._checks import check_floats, check_shape, check_size
 from pyrohmm._precision import at_least_single
 from pyrohmm.distributions.block_hmm import BlockSymbols
-from pyrohmm.nn.neural import LinearDropout, Residual, _Large, check_dropout
+from pyrohmm.nn.neural import LinearDropout, Residual, check_dropout
 from pyrohmm.ops.blocks.states import Blocks
 
 
-class ScalarHMM(_Large):
+class ScalarHMM(NeuralHMM):
     """HMM whose logits are the parameters, with blocks and state dropout (eq. 2).
 
     A baseline of :class:`NeuralHMM`.
@@ -41,7 +41,10 @@ class ScalarHMM(_Large):
         blocks: Blocks | None = None,
         dropout: float | LinearDropout = 0.0,
     ) -> None:
-        super().__init__(num_states, num_symbols, blocks, dropout)
+        super().__init__(num_states, num_symbols, 1, blocks=blocks, dropout=dropout)
+        for name in [name for name, _ in self.named_children()] + ["bias"]:
+            delattr(self, name)  # there are no networks
+        self.words = nn.Identity()
         width = num_states if blocks is None else blocks.width
         self.start = nn.Parameter(torch.randn(num_states))
         self.transition = nn.Parameter(torch.randn(num_states, num_states))

@@ -105,7 +105,7 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
         (['t', 'w', 'o', ' ', 'd'], tensor([5, 4]))
     """
     check_size("chunk", chunk)
-    if os.path.isfile(text):
+    if "." in text and os.path.isfile(text):
         raise ValueError(f"text must be a text; got the file {text!r}. Call read_text() of it.")
     vocabulary = Vocabulary(alphabet)
     codes = vocabulary.encode(plain(text, alphabet))

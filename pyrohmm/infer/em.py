@@ -11,7 +11,6 @@ symbol that the first batch lacks keeps its probability.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter
@@ -22,7 +21,7 @@ import torch
 from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
 
-from .._checks import check_size, check_tolerance, names_checked
+from .._checks import check_size, check_tolerance, names_checked, warn_caller
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.files import digits, identity_of
@@ -272,7 +271,7 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
         f"the loss rose by {rise:.3g} nats in one iteration, which EM must not do: an m_step "
         "does not return the mode"
     )
-    warnings.warn(note, RuntimeWarning, stacklevel=6)  # the caller of fit_em and its decorators
+    warn_caller(note, RuntimeWarning)
     return [note]
 
 

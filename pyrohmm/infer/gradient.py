@@ -172,7 +172,7 @@ def fit_map(
         return AutoDelta(batched, init_loc_fn=init)
 
     if restarts == 1:
-        return train(fit_map, arguments, model, guide_of, "MAP")
+        return train(fit_map, arguments, model, guide_of, "MAP", restarts)
     return _best(train(fit_map, arguments, batched, guide_of, "MAP", restarts), model)
 
 

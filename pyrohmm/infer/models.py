@@ -8,7 +8,6 @@ likelihood inside the plate, not the priors.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -26,7 +25,7 @@ from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._checks import broadcast_shapes
+from .._checks import broadcast_shapes, warn_caller
 from ..data.batches import Window
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences, check_sequences
@@ -455,7 +454,7 @@ def remarks(data: Data, module: Any) -> list[str]:
     """Remarks on data that may not be as they were meant: for the notes of every fit.
 
     No step is observed; states are known from labels, so that no fit is supervised unnoticed;
-    symbols seem to be counted from one, or angles to be degrees. Of these it may warn.
+    symbols seem to be counted from one, or angles to be degrees; of whole degrees it warns.
 
     Args:
         data: What is fitted.
@@ -465,18 +464,19 @@ def remarks(data: Data, module: Any) -> list[str]:
         return ["no step is observed: the parameters are those of the priors or of the start"]
     if not isinstance(module, HMMModule):
         return []
-    count, total, text, sure = data.num_labelled, int(data.lengths.sum()), list[str](), False
+    count, total, text = data.num_labelled, int(data.lengths.sum()), list[str]()
     if count:
         text = [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
-    some = data if isinstance(data, Sequences) else data.first
-    values: Any = some.packed("values")
+    if not isinstance(data, Sequences):  # a part is not all
+        return text
+    values: Any = data.packed("values")
     numbers = values.is_floating_point()
-    values = values[:: 1 + len(values) // SOME].nan_to_num() if numbers else some.known_values
+    values = values[:: 1 + len(values) // SOME].nan_to_num() if numbers else data.known_values
     low, top = map(Tensor.item, values.aminmax()) if values.numel() else (0, 0)
     high = max(-low, top)
     if not (high > TURN if numbers else low == 1):
         return text
-    one = to_model_device(module, None, some[:1])
+    one = to_model_device(module, None, data[:1])
     with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(), in_mode(False, module):
         hmm = build(module, one)
     if isinstance(hmm, BlockHMM):  # whose emission is a large table
@@ -484,12 +484,11 @@ def remarks(data: Data, module: Any) -> list[str]:
     emission: Any = getattr(hmm.emission, "base_dist", hmm.emission)
     if numbers and isinstance(emission, VonMises | WrappedCauchy):
         text += [f"angles reach {high:g}: are they degrees? Radians are wanted: torch.deg2rad"]
-        sure = high > 3 * TURN
+        if high > 3 * TURN and bool((values == values.round()).all()):  # or they are unwrapped
+            warn_caller(text[-1])
     elif is_categorical(emission) and high == emission.param_shape[-1] - 1:
-        text += [f"symbol 0 never occurs, and {high} does: are they counted from one? Subtract it"]
-        sure = values.numel() > 10 * high
-    if sure:
-        warnings.warn(text[-1], stacklevel=5)
+        cure = "if symbols are counted from one, subtract it"  # 0 may stand for unknown ones
+        text += [f"symbol 0 never occurs, and {high} does: {cure}"]
     return text
 
 

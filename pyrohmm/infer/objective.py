@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
@@ -22,6 +21,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from .._checks import warn_caller
 from .._choices import SHARED, first_values
 from ..data.sequences import Sequences
 from ..nn.base import PYRO
@@ -380,14 +380,18 @@ def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: 
         ValueError: If the model's plate of sequences, or the guide, cannot follow minibatches.
     """
     half = probe.with_total(2 * probe.total)
-    with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
-        trace = poutine.trace(model).get_trace(half)
+    nats = []
+    for data in (probe, half):  # at the same values
+        with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+            trace = poutine.trace(model).get_trace(data)
+            trace.compute_log_prob(lambda _, site: site["is_observed"])
+        nats.append(sum(trace.nodes[x]["log_prob_sum"].item() for x in trace.observation_nodes))
     plates = sequence_plates(model, half, trace)
-    scales = [trace.nodes[name]["scale"] for name in trace.observation_nodes]
-    if all(isinstance(scale, float) and scale == 1.0 for scale in scales):
+    latent = any(not site_is_subsample(trace.nodes[name]) for name in trace.stochastic_nodes)
+    if nats[0] == nats[1] and latent:  # which weighs as much as with all data
         cure = 'observe them in pyro.plate("sequences", data.total, subsample=data.indices)'
         text = f"a minibatch counts as no more than its own sequences, of {probe.total:g}"
-        warnings.warn(f"{text}: {cure}.", stacklevel=5)
+        warn_caller(f"{text}: {cure}.")
     for name, plate in plates.items():
         if plate.full_size != half.total:
             raise ValueError(

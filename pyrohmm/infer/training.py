@@ -7,7 +7,6 @@ fit with the same names would start, silently, where the first one ended.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import check_size, warn_caller
 from .._choices import CACHED, first_values, threads_for
 from .._precision import full_precision
 from .._sync import with_one_wait
@@ -210,7 +209,7 @@ class Training(FitLoop):
                 if SIDE_BY_SIDE not in str(error):
                     return []
                 note = f"{error} The fit goes on; check_model, to_arviz and draws will refuse it"
-                warnings.warn(note, stacklevel=5)
+                warn_caller(note)
                 return [note]
         return []
 

@@ -122,8 +122,10 @@ class HMMModule(OwnParameters):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
+        init = vars(cls).get("__init__")
+        parts = inspect.signature(init).parameters.values() if init else []
+        if init and not any(part.kind is part.VAR_KEYWORD for part in parts):  # takes any name
+            cls.__init__ = names_checked(init)  # type: ignore[method-assign]
 
     if not TYPE_CHECKING:  # which knows the attributes there are
 
@@ -131,7 +133,8 @@ class HMMModule(OwnParameters):
             try:
                 return super().__getattr__(name)
             except AttributeError as error:
-                if name not in {*WORDS, "fit", "hmm"} and not hasattr(HMM, name):
+                known = name in WORDS or name in ("fit", "hmm") or hasattr(HMM, name)
+                if name in dir(type(self)) or not known:  # a property may have failed
                     raise
                 cure = "Ask a fit: fit_em(module, data).predict(data), or its HMM, .hmm(data)."
                 raise AttributeError(f"{error}. {cure}") from None
