@@ -157,6 +157,7 @@ def fit_map(
     arguments = dict(locals())
     start = start.start if isinstance(start, Fit) else start
     model = model if priors else with_priors(copy.deepcopy(model), priors)
+    supports: dict[str, Any] = {}  # of one of several restarts
 
     @wraps(model, assigned=(), updated=())  # so that inspect.unwrap finds the model
     def batched(batch: Sequences) -> Any:
@@ -168,18 +169,18 @@ def fit_map(
         if restarts == 1:
             _begin_points(model, start, data)
             return AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init)
-        _check_restarts(model, data, settings, restarts)
+        supports.update(_check_restarts(model, data, settings, restarts))
         return AutoDelta(batched, init_loc_fn=init)
 
     if restarts == 1:
         return train(fit_map, arguments, model, guide_of, "MAP", restarts)
-    return _best(train(fit_map, arguments, batched, guide_of, "MAP", restarts), model)
+    return _best(train(fit_map, arguments, batched, guide_of, "MAP", restarts), model, supports)
 
 
 def _check_restarts(
     model: Callable[..., Any], data: Sequences | Parts, settings: Settings, restarts: int
-) -> None:
-    """Raise unless ``model`` can be fitted from several initial values as one batch."""
+) -> dict[str, Any]:
+    """Supports of one restart; raise unless several can be fitted as one batch."""
     for name in ("validation", "elbo"):
         if settings[name] is not None:
             raise ValueError(
@@ -189,8 +190,10 @@ def _check_restarts(
     example = data.buckets[0] if whole and isinstance(data, Sequences) else first_sequence(data)
     with pyro.get_param_store().scope():
         trace = trace_of_batchable(model, to_model_device(model, None, example), restarts)
-    latent = [trace.nodes[name] for name in latent_sites(trace)[0]]
+    supports = latent_sites(trace)[0]
+    latent = [trace.nodes[name] for name in supports]
     check_events({site["name"]: site["fn"] for site in latent if not site["cond_indep_stack"]})
+    return supports
 
 
 def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
@@ -267,7 +270,7 @@ def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
     return interior(site["fn"].support, init(site)).clone()  # the optimizer changes it in place
 
 
-def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
+def _best(fit: Fit, model: Callable[..., Any], supports: dict[str, Any]) -> Fit:
     """Fit of the best of batched restarts, with all restarts in ``Fit.restarts``."""
     losses = fit.losses.T  # (R, steps)
     losses = losses.masked_fill(~losses.isfinite(), torch.inf)
@@ -281,6 +284,7 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
     return replace(
         fit,
         model=model,
+        supports=supports,
         guide=Point({name: value[best] for name, value in values.items()}),
         losses=losses[best],
         restarts=Restarts(model, losses, final, values, best, plated, fit.plates, fit.marks),

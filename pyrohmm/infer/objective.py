@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import count
@@ -205,8 +206,8 @@ def site_losses(
                     f"the model enumerates {name!r}, so the likelihood is not one site. Fit "
                     "a MarginalModel, which has the same density."
                 )
-            loss = sign * site["log_prob"].sum()
-            losses[prefix + name] = losses.get(prefix + name, 0.0) + loss
+            loss, name = sign * site["log_prob"].sum(), prefix + re.sub(r"_of_fit_\d+", "", name)
+            losses[name] = losses.get(name, 0.0) + loss
     return losses
 
 

@@ -32,7 +32,8 @@ ALIKE = (
     "seed, before the model is built, the same arguments, and the whole data; or sharded=True."
 )
 OWN = ("start", "generator", "group", "guide", "progress", "report", "checkpoint", "data")
-KINDS = (FloatingPointError, ValueError, OSError, TypeError)  # of errors that are raised in all
+# of errors that are raised in all
+KINDS = (FloatingPointError, ValueError, OSError, TypeError, RuntimeError)
 
 
 class ProcessGroup:
@@ -194,6 +195,8 @@ class ProcessGroup:
         if self.size > 1 and (first := int(self.most(mark))):
             rank = self.size - first
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+            if not isinstance(error, KINDS):
+                text = f"{type(error).__name__}: {text}"
             kind = next((kind for kind in KINDS if isinstance(error, kind)), RuntimeError)
             kind, text = self._objects_from(rank, (kind, text))
             error = error or kind(f"rank {rank}: {text}")

@@ -36,7 +36,15 @@ from .descent import Validation
 from .models import to_model_device
 from .objective import site_losses
 from .parameters import fitted_in
-from .plates import SequencePlate, check_fitted, hmm_at, repeatable, samples_of, wide
+from .plates import (
+    SequencePlate,
+    check_fitted,
+    hmm_at,
+    outside_modules,
+    repeatable,
+    samples_of,
+    wide,
+)
 from .replicates import Bootstrap, bootstrap, match_states, profile_interval
 from .uncertainty import Covariance, Information, NoMaximum, entry_names
 
@@ -542,7 +550,7 @@ class Fit:
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """Context with the fitted parameters in Pyro's store, and modules in ``eval()`` mode."""
-        with PYRO, pyro.get_param_store().scope(self.params), poutine.block():
+        with PYRO, pyro.get_param_store().scope(dict(self.params)), poutine.block():
             with in_mode(False, self.model, self.guide):
                 yield
 
@@ -634,7 +642,7 @@ def code_of(fit: Fit) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
     code = {"model": fit.model} | ({"guide": fit.guide} if fit.method == "SVI" else {})
     state = {n: part.state_dict() for n, part in code.items() if isinstance(part, nn.Module)}
     if fit.method != "Laplace":  # whose points are all in its parameters
-        state["params"] = fit.params["params"]
+        state["params"] = outside_modules(fit.params, fit.model, fit.guide)["params"]
     parts = {name: getattr(part, "module", None) or part for name, part in code.items()}
     about = {f"class of {name}": type(part).__qualname__ for name, part in parts.items()}
     for name, held in state.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -12,7 +13,7 @@ from pyro import poutine
 from pyro.infer import autoguide
 
 from ..data.sequences import Sequences, check_sequences
-from ..io.files import FilePath, grouped, read_directory
+from ..io.files import TENSORS, FilePath, grouped, kinds, read_directory
 from ..io.persistence import check_same
 from ..nn.base import PYRO, HMMModule, in_mode
 from .descent import Validation
@@ -64,8 +65,19 @@ def load_fit(
         True
     """
     tensors, meta = read_directory(directory, "fit")
-    tensors = {name: tensors[name] for name in meta["order"]}
     check_sequences("data", data)
+    try:
+        return _loaded(directory, tensors, meta, model, data, guide)
+    except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+        text = f"{Path(directory) / TENSORS} does not describe a fit of what is given"
+        raise ValueError(f"{text}: {error!r}") from error
+
+
+def _loaded(
+    directory: FilePath, tensors: dict[str, Any], meta: Any, model: Any, data: Sequences, guide: Any
+) -> Fit:
+    """The fit that a file describes; what the file says of its tensors is read from them."""
+    tensors = {name: tensors[name] for name in meta["order"]}
     model = MarginalModel(model) if isinstance(model, HMMModule) else model
     data = to_model_device(model, guide, data)
     kind = {each.__name__: each for each in (Fit, LaplaceFit, SampledFit)}[meta["class"]]
@@ -92,7 +104,11 @@ def load_fit(
     state, here = code_of(fit)
     known = trace.nodes.keys() & {*supports, *fit.names}
     here |= {name: str(tuple(trace.nodes[name]["value"].shape)) for name in known}
-    check_same(directory, meta["code"], here, "what is given")
+    there = {name: kind for name, kind in meta["code"].items() if name.startswith("class of ")}
+    there |= {name: str(tuple(values[name].shape)) for name in fit.names}
+    for part in ("model", "guide", "params"):
+        there |= {f"{part}: {name}": kind for name, kind in kinds(parts.get(part, {})).items()}
+    check_same(directory, there, here, "what is given")
     found = coordinates_of(fit)
     for name, value in parts.get("coordinates", {}).items():
         if not torch.allclose(found[name].cpu(), value, 1e-4, 1e-6):

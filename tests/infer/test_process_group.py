@@ -257,7 +257,7 @@ def run(name, directory):
 def message(call):
     try:
         call()
-    except (ValueError, RuntimeError, FloatingPointError) as error:
+    except (ValueError, RuntimeError, FloatingPointError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -519,6 +519,32 @@ def test_the_error_of_a_rank_is_raised_in_all_with_the_number_in_the_data(name, 
         assert name in text, failing[name]
         kinds.add(kind)
     assert len(kinds) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("boom"), "RuntimeError: rank 1: KeyError: 'boom'"),
+        (RuntimeError("boom"), "RuntimeError: rank 1: boom"),
+        (OSError("boom"), "OSError: rank 1: boom"),
+    ],
+)
+def test_an_error_of_another_kind_is_told_with_its_kind(error, told):
+    sent = []
+
+    class Line(ProcessGroup):
+        """Two ranks in one process: the second one speaks first."""
+
+        def most(self, numbers):
+            return torch.tensor(1)
+
+        def _objects_from(self, rank, found):
+            sent.extend([found] * (self.rank == rank))
+            return sent[0]
+
+    with pytest.raises(type(error)):
+        Line(2, 1).together(error)
+    assert message(Line(2, 0).together) == told
 
 
 def test_each_group_fits_a_model_of_its_own(found, tmp_path):

@@ -270,3 +270,18 @@ def test_a_wrong_m_step_is_named(returned, error, words, monkeypatch):
 def test_gradient_steps_keep_the_parts_too():
     fit = fit_em(DenseHMM(2, 6, dim=2), DATA, num_iterations=3)
     assert {*fit.history} == {"log_likelihood", "log_prior"}
+
+
+def test_standard_errors_of_the_best_restart_are_those_of_a_fit_from_there():
+    pyro.set_rng_seed(1)
+    states = torch.tensor([0, 0, 0, 1, 1, 1]).repeat(15)
+    data = Sequences(Normal(8.0 * states, 1.0).sample(torch.Size([3])))
+    options = {"learning_rate": 0.1, "num_iterations": 800, "tolerance": None}
+    part = TabularHMM(2, normal(0), 2.0, 2.0)
+    best = map_of(part, data, restarts=2, **options)
+    single = map_of(part, data, start=best, **options)
+    assert [str(x) for x in best.supports.values()] == [str(x) for x in single.supports.values()]
+    tables = [torch.tensor(fit.table(data)["std_error"]) for fit in (best, single)]
+    assert bool(tables[0].isfinite().all())
+    torch.testing.assert_close(*tables, rtol=1e-2, atol=0)
+    assert "module.emission.variance[1]" in best.summary(data)

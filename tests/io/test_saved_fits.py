@@ -5,7 +5,11 @@ import pyro.contrib.autoname
 import pytest
 import torch
 from pyro.distributions import Delta, Normal
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import (
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
 from pyro.nn import PyroModule, PyroParam
 
 from pyrohmm import (
@@ -26,6 +30,7 @@ from pyrohmm import (
     normal,
     save,
 )
+from pyrohmm.io import files
 
 generator = torch.Generator().manual_seed(0)
 LENGTHS = [6, 3, 5, 1]
@@ -118,6 +123,11 @@ FITS = {
     "SVI of each": (lambda: svi(herd, DATA), lambda: (herd,), DATA),
     "minibatches": (lambda: svi(herd, DATA, batch_size=2), lambda: (herd,), DATA),
     "full": (lambda: svi(herd, DATA, AutoMultivariateNormal), lambda: (herd,), DATA),
+    "low rank": (
+        lambda: svi(tabular(), DATA, AutoLowRankMultivariateNormal),
+        lambda: (tabular(),),
+        DATA,
+    ),
     "learnt": (lambda: svi(Shared(), DATA), lambda: (Shared(),), DATA),
     "module": (lambda: svi(tabular(), DATA), lambda: (tabular(),), DATA),
     "by hand": (
@@ -163,7 +173,7 @@ def answers(fit, data):
             "effects": len(fit.random),
             "value": fit.log_marginal,
         }
-    found["parts"] = {n: x for n, x in fit.parts(data).items() if "_latent" not in n}
+    found["parts"] = fit.parts(data)
     draws = PosteriorDraws.of(fit, num_draws=5, data=data)
     found["draws"] = draws.parameters | draws.stats
     found["map"] = draws.map(data, lambda hmm: hmm.log_prob(data.values))
@@ -179,8 +189,10 @@ def test_a_saved_fit_answers_as_before(tmp_path, name):
     make, rebuilt, data = FITS[name]
     pyro.set_rng_seed(0)
     fit = make()
-    save(fit, tmp_path / "fit")
     before = answers(fit, data)
+    with pyro.get_param_store().scope(fit.params):  # as its documentation says
+        fit.guide(data)
+    save(fit, tmp_path / "fit")
     pyro.clear_param_store()
     loaded = load_fit(tmp_path / "fit", rebuilt()[0], data, *rebuilt()[1:])
     assert type(loaded) is type(fit)
@@ -248,3 +260,52 @@ def test_the_hmm_of_a_fit_is_in_its_file_if_there_is_one(tmp_path):
     save(fit_map(herd, DATA, **QUICK), tmp_path / "herd")
     with pytest.raises(ValueError, match=r"without one HMM .* Call load_fit"):
         load_hmm(tmp_path / "herd")
+
+
+def edited(directory, change):
+    """Change the file of a fit, whose checksum is then that of the new content."""
+    tensors, meta = files.read_directory(directory, "fit")
+    change(tensors, meta)
+    files.write_directory(directory, tensors, meta)
+
+
+def renamed(tensors, meta):
+    tensors["guide.another"] = tensors.pop(meta["order"][0])
+    meta["order"][0] = "guide.another"
+
+
+def without_guide(tensors, meta):
+    for name in [name for name in meta["order"] if name.startswith("guide.")]:
+        meta["order"].remove(name)
+        del tensors[name]
+
+
+def longer(part):
+    def change(tensors, _):
+        for name in [name for name in tensors if name.startswith(part)]:
+            tensors[name] = torch.zeros(7)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _, meta: meta.pop("order"),
+        lambda _, meta: meta.update({"class": "Evil"}),
+        lambda _, meta: meta.pop("losses", meta.pop("reason")),
+        lambda _, meta: meta.update(plates=3),
+        renamed,
+        without_guide,
+        longer("guide."),
+        longer("parameters."),
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_nothing_changes(change, tmp_path):
+    pyro.set_rng_seed(0)
+    save(svi(Shared(), DATA), tmp_path / "fit")
+    edited(tmp_path / "fit", change)
+    model = Shared()
+    with pytest.raises(ValueError, match=r"does not describe a fit|in the file"):
+        load_fit(tmp_path / "fit", model, DATA)
+    torch.testing.assert_close(model.scale, Shared().scale, rtol=0, atol=0)
