@@ -200,7 +200,7 @@ def _one_after_another(module: HMMModule, restarts: int, checkpoint: Any, **argu
     for number in range(restarts):
         each = copy.deepcopy(module)
         for part in each.modules() if number else ():
-            if isinstance(part, Linear) and not part.has_prior("coefficients"):
+            if isinstance(part, Linear) and fitted_in(part):
                 part.redraw()
         try:
             fits.append(fit_em(each, restarts=None, **arguments))

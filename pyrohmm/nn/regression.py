@@ -137,9 +137,10 @@ class Linear(Family):
         """Parametrise coefficients without priors by standardised columns ``(M, C)``, or undo it.
 
         Values with which the module was made are coordinates, of predictors about ``level`` if a
-        column is constant.
+        column is constant. Frozen ones stay.
         """
-        if getattr(self, "coefficients_unconstrained", None) is None:
+        learnt = any(point.requires_grad for point in self.parameters())
+        if not (self.standardisation if covariates is None else learnt):
             return
         with torch.no_grad():
             value: Tensor = self.coefficients.clone()

@@ -561,3 +561,19 @@ def test_regressions_without_priors_have_restarts_and_one_scale_gives_all_a_prio
     assert fit_em(module, data, restarts=2, num_iterations=2).restarts.final.shape == (2,)
     own = regression(Poisson, rate=[0, 1], prior_scale=1.0)
     assert RegressionHMM(2, own, [0, 1], prior_scale=2.0).emission.rate.prior_scale == 1.0
+
+
+@pytest.mark.parametrize("fit", [fit_map, fit_em], ids=lambda fit: fit.__name__)
+def test_fresh_coefficients_that_are_frozen_stay(fit):
+    """They are not reread in units of the covariates, nor drawn again by a restart."""
+    x, y = choices(20)
+    data = Sequences(torch.tensor(y), covariates=torch.tensor(5 + 3 * x)[..., None])
+    module = RegressionHMM(2, regression(Normal, loc=[0], scale=None), [0]).double()
+    for name in ("emission.loc", "transition"):
+        module.get_submodule(name).coefficients_unconstrained.requires_grad_(False)
+    before = {n: p.tolist() for n, p in module.named_parameters() if not p.requires_grad}
+    assert len(before) == 2
+    options = {"num_iterations": 3, **({"restarts": 3} if fit is fit_em else {})}
+    found = fit(module if fit is fit_em else MarginalModel(module), data, **options)
+    fitted = dict((found.model.module if fit is fit_em else module).named_parameters())
+    assert {name: fitted[name].tolist() for name in before} == before
