@@ -2,9 +2,9 @@
 
 ``Batches`` is an endless stream of minibatches, of so many sequences or of so many steps each.
 Models scale the likelihood of n sequences by ``total / n``. A batch of sequences chosen at random
-has the ``total`` of the whole set. Batches of similar lengths are no random sample, as longer
-sequences have lower likelihoods: there the likelihood of each batch is scaled by the number of
-batches in the round, so that the mean loss of a round is exactly that of the whole set.
+has the ``total`` of the whole set. Batches of similar lengths, or of one of several parts, are no
+random sample: there the likelihood of each sequence is scaled by the number of batches in the
+round, so that the mean loss of a round is exactly that of the whole set.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Batches:
             return self._window(self.number - len(self.sizes) - 1)
         self.chosen, self.order = self.order[:size], self.order[size:]
         total = self.data.total
-        if self.batch_tokens is not None:
+        if self.batch_tokens or (isinstance(self.data, Parts) and len(self.data.sizes) > 1):
             total = total * self.number * size / len(self.data)
         return self.group.share(self.data.batch(self.chosen, total))
 

@@ -80,7 +80,7 @@ def fit_svi(
         tolerance: End when the mean loss of 25 steps is below that of the 25 before by less than
             this share of itself. None takes all steps, which noisy losses may need.
         batch_size: Number of sequences in a minibatch; all of them by default. The likelihood is
-            scaled by total over batch size, priors are not.
+            scaled to the whole set, priors are not.
         validation: Held-out sequences. The fit ends with the parameters of the largest held-out
             evidence: at the medians of latent variables if the guide has them, else at a sample.
         **options: Further arguments: :class:`FitOptions` explains them.

@@ -96,8 +96,33 @@ def test_minibatches_of_parts_have_each_sequence_once_a_round(size):
         assert all(part.lengths.sum() <= 60 for part in taken)
         firsts.add(int(taken[0].packed("values")[0]))
         weights = {batch.total / len(batch) for batch in taken}
-        assert "batch_size" in size or weights == {len(taken)}
+        assert weights == {len(taken)}
     assert len(firsts) > 1
+
+
+UNLIKE = [torch.zeros(10), torch.ones(10)]
+PARTS = [Sequences.from_list([x.long()] * n) for x, n in zip(UNLIKE, (100, 1))]
+STORED = StoredSequences(
+    torch.cat([UNLIKE[0].repeat(100), UNLIKE[1]]).long(), [10] * 101, max_steps=1000
+)
+
+
+@pytest.mark.parametrize(
+    ("data", "batch_size"), [(PARTS, 10), (STORED, 100)], ids=["parts", "stored"]
+)
+@pytest.mark.parametrize("fit", [fit_map, fit_em], ids=lambda fit: fit.__name__)
+def test_minibatches_of_unlike_parts_fit_all_of_them(fit, data, batch_size):
+    """One of 101 sequences is of ones: p(1) = 1 / 101, in the short batch of its part as well."""
+    module, options = TabularHMM(1, categorical(2)), {"num_iterations": 2000}
+    if fit is fit_em:
+        options |= {"priors": False, "decay": 1.0}
+    else:
+        module = MarginalModel(module)
+        options |= {"tolerance": None, "learning_rate": 0.02, "average": 0.99}
+    torch.manual_seed(0)
+    found = fit(module, data, batch_size=batch_size, **options)
+    probs = next(v for n, v in found.parameters.items() if n.endswith("emission.probs"))
+    assert probs.squeeze()[1].item() == pytest.approx(1 / 101, rel=0.1)
 
 
 def test_windows_of_what_is_stored_are_those_in_memory():
