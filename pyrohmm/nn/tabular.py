@@ -345,6 +345,7 @@ def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:
         tensor([[10.,  1.],
                 [ 1., 10.]])
     """
+    check_size("num_states", num_states)
     return torch.full((num_states, num_states), leave).fill_diagonal_(stay)
 
 
@@ -357,6 +358,8 @@ def left_to_right(num_states: int, jump: int | None = None) -> Tensor:
                 [0, 1, 1],
                 [0, 0, 1]], dtype=torch.int32)
     """
+    check_size("num_states", num_states)
+    check_size("jump", 0 if jump is None else jump, 0)
     ahead = torch.ones(num_states, num_states).triu()
     return (ahead if jump is None else ahead.tril(jump)).bool()
 
@@ -370,6 +373,8 @@ def banded(num_states: int, width: int = 1) -> Tensor:
                 [1, 1, 1],
                 [0, 1, 1]], dtype=torch.int32)
     """
+    check_size("num_states", num_states)
+    check_size("width", width, 0)
     return torch.ones(num_states, num_states).triu(-width).tril(width).bool()
 
 

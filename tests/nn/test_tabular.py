@@ -9,8 +9,11 @@ from pyro import poutine
 from pyrohmm import (
     HMM,
     TabularHMM,
+    banded,
     categorical,
+    left_to_right,
     normal,
+    sticky,
 )
 
 LENGTHS = torch.tensor([3, 1])
@@ -148,3 +151,18 @@ def test_state_dict_carries_the_priors(family):
         pyro.set_rng_seed(2)
         matrices.append(each(LENGTHS).log_transition)
     assert matrices[0].equal(matrices[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda: sticky(0, 1.0), "num_states must be at least 1"),
+        (lambda: left_to_right(0), "num_states must be at least 1"),
+        (lambda: left_to_right(3, -1), "jump must be at least 0"),
+        (lambda: banded(0), "num_states must be at least 1"),
+        (lambda: banded(3, -1), "width must be at least 0"),
+    ],
+)
+def test_matrices_without_states_or_transitions_are_refused(make, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        make()
