@@ -266,13 +266,14 @@ def _characters(kind: str, value: Any) -> tuple[frozenset[int], list[str] | None
     parts = value if kind == "IN" else [item]
     named = [inner for part, inner in parts if str(part) in ("LITERAL", "NOT_LITERAL")]
     wide = [chr(code) for code in named if code not in ASCII]
+    other = next(letter for letter in map(chr, range(0x10FFFF, 0, -1)) if letter not in wide)
     for part, inner in parts:
         if str(part) == "RANGE" and inner[1] not in ASCII:
             text = "pattern must have ranges of ASCII characters only"
             raise ValueError(f"{text}; got range {inner}. List other characters.")
-    if not one.match(chr(0x10FFFF)):
-        return narrow, wide
-    if wide:
-        text = f"pattern must exclude ASCII characters only, as [^a-z]; got {''.join(wide)!r}"
+    if not one.match(other):  # which stands for all that are not named
+        return narrow, [letter for letter in wide if one.match(letter)]
+    if excluded := "".join(letter for letter in wide if not one.match(letter)):
+        text = f"pattern must exclude ASCII characters only, as [^a-z]; got {excluded!r}"
         raise ValueError(f"{text}. List what is allowed.")
     return narrow, None

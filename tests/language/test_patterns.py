@@ -33,6 +33,31 @@ def test_accepts_what_re_matches(pattern):
     assert not found.accepts([len(TOKENS) - 1])  # the special one
 
 
+def test_classes_are_those_of_re():
+    """Of random parts, negated or not; those that exclude a wide character in part are refused."""
+    choose, parts = random.Random(0), [*"aZ_5 é:Ω€😀", "a-f", "0-9", *r"\w \W \d \D \s \S".split()]
+    characters = [*map(chr, range(1, 128)), *"éèΩω€😀\u2003٣\U0010ffff"]
+    codes, refused = range(len(characters)), []
+    classes = [r"[^é\W]", r"[^\Wé]", r"[^éa\W]", r"[é\W]", "[^é]", "[^aé]", "[\U0010ffffa]"]
+    classes += [
+        f"[{choose.choice(['', '^'])}{''.join(choose.sample(parts, choose.randint(1, 4)))}]"
+        for _ in range(80)
+    ]
+    for pattern in classes:
+        expected = [re.fullmatch(pattern, each, re.ASCII) is not None for each in characters]
+        try:
+            found = matching(pattern, characters)
+        except ValueError as error:
+            refused.append(str(error))
+            wide = {each for each, e in zip(characters, expected) if e and each > "\x7f"}
+            assert wide, pattern
+            assert {*pattern} - {*map(chr, range(128))} - wide, pattern
+        else:
+            assert [found.accepts([code]) for code in codes] == expected, pattern
+    assert 2 < len(refused) < 25
+    assert all("must exclude ASCII characters only" in each for each in refused)
+
+
 def test_every_text_of_a_processor_matches():
     """Together with a constraint on words, whatever the model would say."""
     hmm = HMM(
