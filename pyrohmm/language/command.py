@@ -50,7 +50,12 @@ from .text import END, UNKNOWN, count_words, open_corpus, write_corpus
 
 OF_STEPS = ("num_epochs", "batch_tokens", "num_streams")  # what determines how many there are
 TRAIN, HELD_OUT = "train.tokens", "held_out.tokens"
-SUBCOMMANDS = {"score": "--lines", "generate": "--generate", "distil": "--distil"}
+SUBCOMMANDS: dict[str, tuple[list[str], float, str]] = {  # options, most names, what is needed
+    "train": ([], math.inf, "text files, and --save DIR"),
+    "score": (["load", "lines"], math.inf, "the directory of a model, and text files"),
+    "generate": (["load", "generate"], 2, "the directory of a model, and how many sentences"),
+    "distil": (["distil"], 1, "a model of transformers, --states K, and --save DIR for the HMM"),
+}
 INTERRUPTED = 130  # the exit status of what Ctrl-C has ended
 EXAMPLES = """examples:
   python -m pyrohmm.language train train.txt --valid valid.txt --save model --score test.txt
@@ -76,6 +81,16 @@ OF_FIT = {
 }  # fmt: skip
 OF_DISTIL = {"states": "num_states", "texts": "num_texts", "epochs": "num_epochs",
              "checkpoint": "checkpoint"}  # fmt: skip
+USES: dict[str, set[str]] = {  # options that have a use where others are given
+    "distil": {"distil", "save", "seed", *OF_DISTIL.values()},
+    "train": {"train", "load", "save", "valid", "hold_out", "seed", "score", "lines", "generate",
+              *OF_FIT.values()},
+    "load": {"load", "score", "lines", "generate"},
+    "generate": {"prompt", "must", "must_not", "longest", "seed"},
+    "a new model": {*(OF_WORDS | OF_CLUSTERS | OF_MODEL).values()},
+}  # fmt: skip
+LEAST = {"num_states": 1, "num_epochs": 1, "generate": 1, "longest": 1,
+         "num_texts": inspect.signature(distil).parameters["max_tokens"].default}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:  # the process is this command's own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     parser = _parser()
-    options = parser.parse_args(_as_options(sys.argv[1:] if arguments is None else arguments))
+    options = _parsed(parser, sys.argv[1:] if arguments is None else arguments)
     _check(parser, options)
     try:
         with _process_group(options.device):
@@ -106,42 +121,54 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _as_options(arguments: Sequence[str]) -> Sequence[str]:
-    """Arguments without a subcommand, by the options that it stands for."""
+def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments, those of a subcommand into the options that it stands for."""
     verb, *rest = arguments or [""]
-    if verb not in ("train", *SUBCOMMANDS) or os.path.isfile(verb):
-        return arguments
-    if verb == "train" or not rest or rest[0].startswith("-"):
-        return rest
-    load = [] if verb == "distil" else ["--load", rest.pop(0)]
-    return [*load, SUBCOMMANDS[verb], *rest]
+    if verb not in SUBCOMMANDS or os.path.isfile(verb):
+        return parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(rest)
+    names, (flags, most, needed) = options.train, SUBCOMMANDS[verb]
+    if clash := [flag for flag in flags if vars(options)[flag]]:
+        parser.error(f"{verb} stands for --{clash[0]}, which must not be given, too")
+    if not max(len(flags), 1) <= len(names) <= most:
+        parser.error(f"{verb} needs {needed}; got {' '.join(names) or 'no name'}")
+    for flag, values in zip(flags, (names[:1], names[1:])):
+        parser.parse_args([f"--{flag}", *values], options)  # which leaves no text to train on
+    return options
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with an error if options are missing or contradict each other."""
+    """Exit with an error if options are missing, without use or too small."""
+    doing = "distil" if options.distil else "train" if options.train else "load"
     if options.distil and not (options.save and "num_states" in options):
         parser.error("distil needs --save DIR, where the HMM goes, and --states K")
     if not options.train and not options.load and not options.distil:
         parser.error("give text files to train on, --load DIR or both")
     if absent := [name for name in options.train if not os.path.exists(name)]:
-        parser.error(f"{absent[0]} is no file, and none of train, score, generate and distil")
+        parser.error(f"{absent[0]} is no file, and none of {', '.join(SUBCOMMANDS)}")
     if options.train and not options.save:
         parser.error("training needs --save DIR, where the model goes")
-    for flag, name in (OF_WORDS | OF_CLUSTERS | OF_MODEL).items() if options.load else ():
-        if name in options:
-            parser.error(f"--{flag} belongs to a new model, without --load")
+    used = {"device"} | USES[doing] | (USES["generate"] if options.generate else set())
+    used |= USES["a new model"] if doing == "train" and not options.load else set()
+    for action in parser._actions:
+        name, flag = action.dest, "/".join(action.option_strings) or "a text file to train on"
+        value = getattr(options, name, action.default)
+        if value != action.default and name not in used:
+            others = " or ".join(key for key in USES if name in USES[key])
+            parser.error(f"{flag} has no use here, but with {others}")
+        if value != action.default and value < LEAST.get(name, value):
+            parser.error(f"{flag} must be at least {LEAST[name]}; got {value}")
 
 
 def _check_free(options: argparse.Namespace) -> None:
-    """Raise if training would overwrite a saved model without continuing it."""
+    """Raise if a saved model would be overwritten without continuing it."""
     goes_on = os.path.exists(getattr(options, "checkpoint", ""))
     if options.load:
         goes_on |= os.path.realpath(options.load) == os.path.realpath(options.save)
     if os.path.exists(os.path.join(options.save, TENSORS)) and not goes_on:
-        raise ValueError(
-            f"--save {options.save} holds a model already. Name another directory, or remove it; "
-            "to train that model on, name it with --load, too."
-        )
+        text = f"--save {options.save} holds a model already. Name another directory, or remove it"
+        further = "" if options.distil else "; to train that model on, name it with --load, too"
+        raise ValueError(f"{text}{further}.")
 
 
 def _keep(model: LanguageModel, options: argparse.Namespace) -> None:
@@ -192,6 +219,7 @@ def run_distil(options: argparse.Namespace) -> None:
     """Distil an HMM from a model of ``transformers``, and save it."""
     transformers = imported("transformers")
     check_directory(options.save)
+    _check_free(options)
     pyro.set_rng_seed(options.seed or 0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.distil)
     model = transformers.AutoModelForCausalLM.from_pretrained(options.distil).to(options.device)
@@ -356,6 +384,7 @@ def _add(group: Any, function: Callable[..., Any], flags: dict[str, str]) -> Non
             kinds: tuple[type, ...] = (int, float)
             kind["type"] = next((each for each in kinds if each.__name__ in str(annotation)), str)
         text = f"without this: {texts[name]}" if default is True else texts[name]
+        text += f" At least {LEAST[name]}." if name in LEAST else ""
         shown = "" if isinstance(default, bool | None) else f" (default: {default})"
         group.add_argument(
             f"--{flag}", dest=name, default=argparse.SUPPRESS, help=f"{text}{shown}", **kind
@@ -379,7 +408,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     several: dict[str, Any] = {"nargs": "+", "default": []}
-    parser.add_argument("train", nargs="*", metavar="TRAIN", help="text files to train on")
+    parser.add_argument("train", nargs="*", metavar="TRAIN", default=[], help="text to train on")
     add = parser.add_argument_group("what to do").add_argument
     add("--save", metavar="DIR", help="where the trained model goes")
     add("--load", metavar="DIR", help="a model that was saved; with text files, to train it on")

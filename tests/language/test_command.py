@@ -243,12 +243,58 @@ def test_subcommands_stand_for_options(here, capsys):
     main(["score", "valid.txt", "--save", "other", *SMALL])
     assert LanguageModel.load("other").num_unknown(lines) == 0
     for arguments, wanted in {
-        ("generate",): "give text files", ("perplexity", "m", "text"): "perplexity is no file, and",
+        ("perplexity", "m", "text"): "perplexity is no file, and",
         ("distil", "gpt2"): "distil needs --save DIR, where the HMM goes, and --states K",
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(SystemExit):
             main(arguments)
         assert wanted in capsys.readouterr().err
+
+
+DISTIL = "distil gpt --states 4 --save h"
+
+
+@pytest.mark.parametrize(("line", "wanted"), {
+    "train --save m": "train needs text files, and --save DIR; got no name",
+    "score": "score needs the directory of a model, and text files; got no name",
+    "score m": "and text files; got m",
+    "generate": "generate needs the directory of a model, and how many sentences; got no name",
+    "generate m 5 6": "how many sentences; got m 5 6",
+    "generate m -1": "--generate must be at least 1; got -1",
+    "score m valid.txt --load n": "score stands for --load, which must not be given",
+    "distil": "distil needs a model of transformers, --states K, and --save DIR for the HMM; got",
+    f"{DISTIL} train.txt": "and --save DIR for the HMM; got gpt train.txt",
+    "train.txt --distil gpt --states 4 --save h": "a text file to train on has no use here, but",
+    f"{DISTIL} --score valid.txt": "--score has no use here, but with train or load",
+    f"{DISTIL} --rate 0.3": "--rate has no use here, but with train",
+    f"{DISTIL} --generate 3": "--generate has no use here, but with train or load",
+    f"{DISTIL} --dim 3": "--dim has no use here, but with a new model",
+    f"{DISTIL} --texts 10": "--texts must be at least 32; got 10",
+    "distil gpt --states 0 --save h": "--states must be at least 1; got 0",
+    "score m valid.txt --save n": "--save has no use here, but with distil or train",
+    "score m valid.txt --prompt a": "--prompt has no use here, but with generate",
+    "generate m 2 --states 3": "--states has no use here, but with distil or a new model",
+    "train train.txt --save n --load m --dim 3": "--dim has no use here, but with a new",
+    "train train.txt --save n --texts 50": "--texts has no use here, but with distil",
+    "train train.txt --save n --epochs 0": "--epochs must be at least 1; got 0",
+}.items())  # fmt: skip
+def test_what_has_no_use_or_lacks_is_refused_before_a_model_is_loaded(here, capsys, line, wanted):
+    """There is neither ``gpt`` nor ``m``."""
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert wanted in capsys.readouterr().err
+    assert sorted(map(str, Path().iterdir())) == ["test.txt", "train.txt", "valid.txt"]
+
+
+def test_options_may_stand_before_names(here, capsys):
+    tiny().save("m")
+    shown = []
+    for line in ("score m valid.txt --device cpu", "score --device cpu m valid.txt",
+                 "score m --device cpu valid.txt"):  # fmt: skip
+        main(line.split())
+        shown.append(capsys.readouterr().out)
+    assert len(shown[0].splitlines()) == 20
+    assert shown[0] == shown[1] == shown[2]
 
 
 def test_a_transformer_is_distilled(here, capsys):
@@ -260,10 +306,16 @@ def test_a_transformer_is_distilled(here, capsys):
     tokens.save_pretrained("gpt")
     config = transformers.GPT2Config(vocab_size=4, n_embd=8, n_layer=1, n_head=2, n_positions=40)
     transformers.GPT2LMHeadModel(config).save_pretrained("gpt")
-    main(["distil", "gpt", "--states", "3", "--texts", "50", "--epochs", "2", "--save", "hmm"])
+    main(["distil", "--states", "3", "gpt", "--texts", "50", "--epochs", "2", "--save", "hmm"])
     shown = capsys.readouterr().out
     assert "saved to hmm\nheld out: perplexity" in shown
     assert load_hmm("hmm").emission.probs.shape == (3, 4)
+    tiny().save("m")
+    before = Path("m", "tensors.safetensors").read_bytes()
+    for name in ("m", "hmm"):
+        with pytest.raises(SystemExit, match=f"--save {name} holds a model already.*remove it.$"):
+            main(["distil", "no such model", "--states", "3", "--save", name])
+    assert Path("m", "tensors.safetensors").read_bytes() == before
 
 
 def test_sentences_contain_what_they_must(here, capsys):
