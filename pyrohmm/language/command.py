@@ -4,14 +4,16 @@
 
     python -m pyrohmm.language train train.txt --valid valid.txt --save model --score test.txt
     python -m pyrohmm.language score model test.txt
-    python -m pyrohmm.language generate model 5
+    python -m pyrohmm.language generate model 5 --prompt "once upon"
+    python -m pyrohmm.language generate model 5 --must sea "the ship" --longest 20
     python -m pyrohmm.language train more.txt --load model --save further
     python -m pyrohmm.language distil gpt2 --states 1024 --save hmm
 
 Files have one sentence a line, its words separated by white space; they may be gzipped, and blank
-lines are passed over. Each sentence ends in ``<eos>``, which is predicted and counted. In several
-processes it is the same command after ``torchrun --nproc-per-node 2 -m``. Ctrl-C and SIGTERM end a
-training and save the model as it is.
+lines are passed over. Each sentence ends in ``<eos>``, which is predicted and counted. score and
+generate stand for the options --load model --lines and --load model --generate; distil makes an HMM
+of tokens, which pyrohmm.load_hmm reads. In several processes it is the same command after
+``torchrun --nproc-per-node 2 -m``. Ctrl-C and SIGTERM end a training and save the model as it is.
 """
 
 from __future__ import annotations
@@ -57,17 +59,6 @@ SUBCOMMANDS: dict[str, tuple[list[str], float, str]] = {  # options, most names,
     "distil": (["distil"], 1, "a model of transformers, --states K, and --save DIR for the HMM"),
 }
 INTERRUPTED = 130  # the exit status of what Ctrl-C has ended
-EXAMPLES = """examples:
-  python -m pyrohmm.language train train.txt --valid valid.txt --save model --score test.txt
-  python -m pyrohmm.language score model test.txt
-  python -m pyrohmm.language generate model 5 --prompt "once upon"
-  python -m pyrohmm.language generate model 5 --must sea "the ship" --longest 20
-  python -m pyrohmm.language distil gpt2 --states 1024 --save hmm
-score and generate stand for the options --load model --lines and --load model --generate;
-distil makes an HMM of tokens, which pyrohmm.load_hmm reads
-"""
-
-
 # Options that are arguments of a function, from which come types, defaults and explanations.
 OF_WORDS = {"min-count": "min_count", "max-words": "max_size"}
 OF_CLUSTERS = {"states": "num_states", "clusters": "num_clusters"}
@@ -94,10 +85,7 @@ LEAST = {"num_states": 1, "num_epochs": 1, "generate": 1, "longest": 1,
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the arguments and run the command.
-
-    Args:
-        arguments: Of the command line; those of this process by default.
+    """Parse the arguments, by default those of this process, and run the command.
 
     Raises:
         SystemExit: With what is wrong, if something is.
@@ -161,7 +149,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def _check_free(options: argparse.Namespace) -> None:
-    """Raise if a saved model would be overwritten without continuing it."""
+    """Raise unless --save can be written, without a saved model that this does not continue."""
+    check_directory(options.save)
     goes_on = os.path.exists(getattr(options, "checkpoint", ""))
     if options.load:
         goes_on |= os.path.realpath(options.load) == os.path.realpath(options.save)
@@ -172,12 +161,7 @@ def _check_free(options: argparse.Namespace) -> None:
 
 
 def _keep(model: LanguageModel, options: argparse.Namespace) -> None:
-    """Save the trained model: to its directory, else beside the checkpoint, else elsewhere.
-
-    Raises:
-        SystemExit: If it is not where it should be; it says where it is.
-        OSError: If it is nowhere.
-    """
+    """Save the trained model; else beside the checkpoint or elsewhere, and exit saying where."""
     places = [os.path.dirname(getattr(options, "checkpoint", "")) or ".", tempfile.gettempdir()]
     try:
         return model.save(options.save)
@@ -218,7 +202,6 @@ def run(options: argparse.Namespace) -> None:
 def run_distil(options: argparse.Namespace) -> None:
     """Distil an HMM from a model of ``transformers``, and save it."""
     transformers = imported("transformers")
-    check_directory(options.save)
     _check_free(options)
     pyro.set_rng_seed(options.seed or 0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.distil)
@@ -237,11 +220,9 @@ def constraint(options: argparse.Namespace) -> Automaton | None:
 
 def train(options: argparse.Namespace) -> LanguageModel:
     """Train a model on the files and save it."""
-    check_directory(options.save)
     _check_free(options)
     of_fit = _given(options, OF_FIT)
-    checkpoint = of_fit.get("checkpoint")
-    if checkpoint:
+    if checkpoint := of_fit.get("checkpoint"):
         Checkpoint(checkpoint, {})  # raises if no file can be there
     start_time, processes = time.perf_counter(), ProcessGroup.of()
     pyro.set_rng_seed(options.seed or 0)
@@ -316,12 +297,7 @@ def prepare(options: argparse.Namespace, place: str) -> None:
 def hold_out(
     lines: list[str], share: float, contiguous: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Split lines into training and held-out ones, evenly spaced or the last.
-
-    Args:
-        lines: All of them.
-        share: About which share to hold out, at most a half.
-        contiguous: Whether to hold out the last ones instead, lest the text have gaps.
+    """Hold out about a share of lines: evenly spaced ones, or the last, lest the text have gaps.
 
     Raises:
         ValueError: If there are fewer than two lines, or ``share`` is out of range.
@@ -377,12 +353,11 @@ def _add(group: Any, function: Callable[..., Any], flags: dict[str, str]) -> Non
         annotation, default = RunOptions.__annotations__.get(name, ""), None
         if name in parameters:
             annotation, default = parameters[name].annotation, parameters[name].default
-        kind: dict[str, Any] = {"metavar": flag.upper()}
+        kinds: tuple[type, ...] = (int, float)
+        of = next((each for each in kinds if each.__name__ in str(annotation)), str)
+        kind: dict[str, Any] = {"metavar": flag.upper(), "type": of}
         if isinstance(default, bool):
             kind = {"action": "store_const", "const": not default}
-        else:
-            kinds: tuple[type, ...] = (int, float)
-            kind["type"] = next((each for each in kinds if each.__name__ in str(annotation)), str)
         text = f"without this: {texts[name]}" if default is True else texts[name]
         text += f" At least {LEAST[name]}." if name in LEAST else ""
         shown = "" if isinstance(default, bool | None) else f" (default: {default})"
@@ -401,10 +376,7 @@ def _explained(function: object) -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m pyrohmm.language",
-        description="Train a hidden Markov language model on text files, score text, or write "
-        f"some. Files have one sentence a line, words separated by blanks; {END} is added to "
-        "each, predicted and counted.",
-        epilog=EXAMPLES,
+        description=(__doc__ or "").replace("\n::\n", "").replace("``", ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     several: dict[str, Any] = {"nargs": "+", "default": []}
@@ -413,19 +385,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", metavar="DIR", help="where the trained model goes")
     add("--load", metavar="DIR", help="a model that was saved; with text files, to train it on")
     add("--distil", metavar="MODEL", help="a model of transformers that an HMM is to imitate")
-    add("--valid", metavar="FILE", **several,
-        help="held-out text; without it some lines of the training text are held out")  # fmt: skip
+    add("--valid", metavar="FILE", **several, help="held-out text, instead of lines of TRAIN")
     add("--score", metavar="FILE", **several, help="text whose perplexity is wanted")
-    add("--lines", metavar="FILE", **several,
-        help="text whose sentences are wanted with their log-probabilities in nats")  # fmt: skip
+    add("--lines", metavar="FILE", **several, help="text for log-probabilities (nats) by sentence")
     add("--generate", type=int, default=0, metavar="N", help="write N sentences")
     add("--prompt", default="", metavar="TEXT", help="words with which each of them begins")
     add("--must", metavar="PHRASE", **several, help="words or quoted phrases in each of them")
     add("--must-not", metavar="PHRASE", **several, help="words or quoted phrases in none of them")
     add("--longest", type=int, default=100, help="words after which they are cut off (100)")
     add("--hold-out", type=float, default=0.05, help="share of lines, without --valid (0.05)")
-    add("--seed", type=int, help="of random numbers; without it training takes 0, and sentences "
-        "differ from run to run")  # fmt: skip
+    add("--seed", type=int, help="of random numbers: in training 0, of sentences any by default")
     devices = ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
     add("--device", choices=devices, default=devices[-1], help="where to compute")
     new = parser.add_argument_group("the model")

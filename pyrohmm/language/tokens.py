@@ -264,8 +264,7 @@ def _characters(kind: str, value: Any) -> tuple[frozenset[int], list[str] | None
     one = _compiler.compile(_parser.SubPattern(state, [item]))
     narrow = frozenset(code for code in ASCII if one.match(chr(code)))
     parts = value if kind == "IN" else [item]
-    named = [inner for part, inner in parts if str(part) in ("LITERAL", "NOT_LITERAL")]
-    wide = [chr(code) for code in named if code not in ASCII]
+    wide = [chr(c) for part, c in parts if str(part).endswith("LITERAL") and c not in ASCII]
     other = next(letter for letter in map(chr, range(0x10FFFF, 0, -1)) if letter not in wide)
     for part, inner in parts:
         if str(part) == "RANGE" and inner[1] not in ASCII:
