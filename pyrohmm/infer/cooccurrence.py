@@ -165,6 +165,8 @@ class CooccurrenceModel(OwnParameters):
             raise ValueError(f"weight must be positive, or one for each target; got {weight!r}.")
         self.module, self.log_prior = module, log_prior
         self.loss, self.stationary = loss, stationary
+        first = self.targets[0]  # of restarts that have one each, ``(R, 1, V, V)``
+        self.copies = len(first) if isinstance(first, Tensor) and first.dim() > 2 else None
 
     def forward(self, data: Sequences) -> HMM:
         """Run the model: build the HMM, with minus the loss on the pair counts as a factor."""

@@ -350,7 +350,8 @@ def check_batchable(model: Any, data: Sequences, trace: poutine.Trace) -> None:
         return
     sites = {name: trace.nodes[name] for name in latent_sites(trace)[0]}
     num_states = getattr(trace.nodes["_RETURN"]["value"], "num_states", 1)
-    copies = num_copies(data, num_states, (site["value"] for site in sites.values()))
+    copies = getattr(model, "copies", None)
+    copies = copies or num_copies(data, num_states, (site["value"] for site in sites.values()))
 
     def plated() -> Any:
         return pyro.plate("copies", copies, dim=-2)

@@ -312,6 +312,18 @@ def test_a_fit_of_pairs_is_that_of_the_sequences_they_come_from(restarts):
     assert fits[0].losses[-1] < fits[0].losses[0]
 
 
+def test_each_restart_may_have_a_target_of_its_own():
+    one, other = (count_pairs(random_data(seed), 4).dense() for seed in (1, 2))
+    runs = []
+    for targets in (torch.stack([one, other]).unsqueeze(1), one, other):
+        pyro.set_rng_seed(0)
+        module = TabularHMM(2, categorical(4))
+        runs.append(fit_cooccurrence(module, targets, weight=9.0, restarts=2, **OPTIONS))
+    both, *alone = (run.restarts.losses for run in runs)
+    for place in (0, 1):
+        torch.testing.assert_close(both[place], alone[place][place])
+
+
 def test_the_default_weight_makes_the_losses_agree_where_pairs_are_equally_frequent():
     r"""To second order, :math:`n \, KL(W | \Omega) = \frac{n}{2 ||W||^2} ||W - \Omega||^2`."""
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), torch.full((3,), 20), 3)
