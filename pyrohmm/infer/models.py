@@ -454,11 +454,8 @@ def remarks(data: Data, module: Any) -> list[str]:
     """Remarks on data that may not be as they were meant: for the notes of every fit.
 
     No step is observed; states are known from labels, so that no fit is supervised unnoticed;
-    symbols seem to be counted from one, or angles to be degrees; of whole degrees it warns.
-
-    Args:
-        data: What is fitted.
-        module: What builds the HMM; of a model of another kind only the first is told.
+    symbols seem to be counted from one, or angles to be degrees; of whole degrees it warns. If
+    ``module`` is no HMM module only the first is told.
     """
     if not data.num_observed:
         return ["no step is observed: the parameters are those of the priors or of the start"]
