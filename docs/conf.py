@@ -72,7 +72,7 @@ nitpick_ignore_regex = [
         r"(torch|pyro|numpy|scipy|arviz|matplotlib|xarray|hmmlearn|typing|collections|re)\b.*",
     ),
     ("py:data", r"[A-Z_]+"),
-    ("py:obj", r"pyrohmm\..*\.Value"),  # a type variable
+    ("py:obj", r"pyrohmm\..*\.Made"),  # a type variable
     ("py:class", r"pyrohmm\.(.*\.)?_\w+.*"),
     ("py:class", r"(?!pyrohmm\.).*"),  # words before the colon of a docstring's "Returns"
 ]

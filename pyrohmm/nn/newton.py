@@ -152,7 +152,7 @@ def mode_by_newton(
     """Mode of parameters of which each entry has a density of its own, priors included.
 
     Args:
-        module: Has the parameters, whose :meth:`spaces` are mapped to the reals.
+        module: Has the parameters, whose ``spaces()`` are mapped to the reals.
         starts: ``(S, *B)`` by name, of which the one with the highest end counts; a frozen
             parameter stays as it is.
         log_likelihood: From a copy of the module with such parameters to ``(S, *B)``.
