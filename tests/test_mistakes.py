@@ -416,7 +416,7 @@ def test_data(mistake, error, words):
      ValueError, "value of 'transition' must lie in its space, "),
     ("a rate that is none", lambda: freeze(TabularHMM(2, parametric(POISSONS)), "emission.rate",
      -torch.ones(2)), ValueError, "value of 'emission.rate' must lie in its space, "),
-    *[(f"MAP by the optimizer {given}", lambda given=given: fit_map(
+    *[(f"MAP by the optimizer of {got}", lambda given=given: fit_map(
         model(), data(), optimizer=given), TypeError,
        f"optimizer must be a function .*got {got}. Give partial")
       for given, got in [("adam", "str"), (pyro.optim.Adam({"lr": 0.1}), "NoneType")]],
