@@ -270,7 +270,7 @@ class PosteriorDraws:
         Each sample gets them given its values of the shared variables. With several candidates they
         are conditioned on the data, too: one is taken, in proportion to its likelihood, of
         hundreds, or of thousands where the data say much more than the prior. The model runs once
-        for each sample, of all candidates at once: 100 samples of 200 take seconds.
+        for each sample, of all candidates at once.
 
         Raises:
             ValueError: If no variable is one of a sequence.
