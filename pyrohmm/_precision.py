@@ -141,9 +141,10 @@ def with_gradient(
     """
     if transforming():
         return twin(*inputs)
-    arguments, tracked = (forward, twin, also, dtype, *inputs), provenance_of(inputs)
-    if not tracked:
-        return cast(Tensor, _WithGradient.apply(*arguments))
+    tracked = provenance_of(inputs)
+    if not torch.is_grad_enabled():
+        return cast(Tensor, with_provenance(tracked, flushed, forward, *inputs)[0])
+    arguments = forward, twin, also, dtype, *inputs
     return cast(Tensor, with_provenance(tracked, _WithGradient.apply, *arguments))
 
 
