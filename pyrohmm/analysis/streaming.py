@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,9 @@ from torch.nn.functional import pad
 
 from .._arrays import to_tensor
 from .._checks import check_booleans, check_real, check_size, check_times
-from .._choices import CACHED
 from .._transforms import beside
 from ..chains.base import refuse_steps
-from ..chains.markov import MarkovChain
+from ..chains.markov import MarkovChain, PathFactors
 from ..chains.rates import Gaps, RateChain, transitions_between
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import check_possible
@@ -24,13 +24,15 @@ from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..ops.blocks.transitions import Transitions
-from ..ops.log_space import normalised
+from ..ops.forward import SMALL, log_sums
 from .queries import in_blocks
 
 # To the first step no transition leads; where blocks are visited sums are over those of blocks.
 Transition = Tensor | Transitions | None
-# log p(x_t | z_t) ``(*B, L, K)``; where blocks are visited of step t, with the blocks ``(n,)``.
-Likelihood = Tensor | Callable[[int], tuple[Any, Any]]
+# log p(x_t | z_t) ``(*B, L, K)``; or step by step, with blocks ``(n,)`` where these are visited
+Likelihood = Tensor | Iterable[tuple[Any, Tensor | None]]
+NOTHING = 0.0, None  # the log-likelihood of a missing step, in all states
+LOWEST = -1e38  # of a log-probability that is subtracted; states that are all -inf stay so
 AT_ONCE = 16  # steps from which the chain's filter is faster than one by one
 
 
@@ -117,20 +119,23 @@ class Filter:
         if isinstance(hmm.chain, RateChain):
             hmm.chain.check_rates("Filter")
         self.hmm = hmm = beside(hmm.log_initial.detach(), hmm)
-        self._blocks: Transitions | None = None
-        self._is_constant = False  # one transition matrix
+        self._matrix: Transition = None  # of all transitions, if it is the same
         self._state_of: Tensor | None = None  # the state of the HMM that each state here is
+        self._lags = 0  # observations before, on which the next one depends
         with torch.no_grad():
             initial = hmm.log_initial.detach()
             if in_blocks(hmm):
-                self._blocks = hmm.chain.transitions()
+                self._matrix = hmm.chain.transitions()
             else:
                 chain = hmm.chain.replace(censored_end=True) if isinstance(hmm, HSMM) else hmm.chain
-                self._chain, self._state_of, _ = chain.expanded(hmm.lengths, hmm.num_steps)
-                rated = isinstance(hmm.chain, RateChain)
-                self._is_constant = not (rated or self._chain.per_step)
-                initial = self._chain.log_initial.detach()
-                initial = initial.to(torch.promote_types(initial.dtype, self._chain.matrices.dtype))
+                chain, state_of, _ = chain.expanded(hmm.lengths, hmm.num_steps)
+                self._state_of = state_of if len(state_of) != hmm.num_states else None
+                self._lags = hmm.emission.lags if isinstance(hmm.emission, Autoregressive) else 0
+                self._tables = chain.log_transition.detach()
+                if not (isinstance(hmm.chain, RateChain) or chain.per_step):
+                    self._matrix = self._tables
+                initial = chain.log_initial.detach()
+                initial = initial.to(torch.promote_types(initial.dtype, self._tables.dtype))
                 even = hmm.log_initial.new_zeros(hmm.num_states, hmm.num_states).log_softmax(-1)
                 self._reader = HMM.of(  # of any number of steps
                     MarkovChain(even[0], even), hmm.emission, hmm.lengths.expand(self.batch_shape),
@@ -198,23 +203,20 @@ class Filter:
         """
         with torch.no_grad():
             values, known, several = _read(self, observation, observed)
-            count, time = known.size(-1), None
-            if count >= AT_ONCE and self._is_constant and times is None:
-                likelihood, past = self._likelihood(values, known)
-                states, scores, log_states = self._at_once(likelihood)
-            else:
-                matrices, time = self._matrices(count, known, times)
-                likelihood, past = self._likelihood(values, known)
-                states, scores, log_states = self._passed(matrices, likelihood)
-            scores = scores.masked_fill(~known, 0.0)  # rounding is none
-            _, evidence, num_steps, *_ = self._message
-            evidence = evidence + scores.double().sum(-1)
+            count = 1 if values is None else values.size(-len(self.hmm.event_shape))
+            matrices, time = self._matrices(count, known, times)
+            likelihood, past = self._likelihood(values, known)
+            logs, scores = self._filtered(matrices, likelihood)
+            if known is not None:
+                scores = scores.masked_fill(~known, 0.0)  # rounding is none
+            evidence = self._message.log_evidence + scores.sum(-1, dtype=torch.float64)
             if self.hmm._validate_args:
                 check_possible(evidence)
-            self._message = Message(log_states, evidence, num_steps + count, time, *past)
+            last, num_steps = logs[..., -1, :], self.num_steps + count
+            self._message = Message(last, evidence, num_steps, time, *past)
             # after what is impossible nothing follows, not even a surprise
             self._surprise = -scores if several else -scores[..., -1]
-            return states if several else states[..., -1, :]
+            return self._summed(logs if several else last)
 
     def predict(self, num_steps: int = 1, times: Tensor | None = None) -> Forecast:
         r"""Predictive distributions :math:`p(x_{t+h} \mid x_{1:t})` of the next observations.
@@ -237,7 +239,8 @@ class Filter:
             refuse_steps("predict")
         with torch.no_grad():
             num_steps = num_steps if times is None else times.size(-1)
-            ahead = self._passed(self._matrices(num_steps, None, times)[0], _nothing)[0]
+            matrices, _ = self._matrices(num_steps, None, times)
+            ahead = self._summed(self._filtered(matrices, repeat(NOTHING))[0])
             if not isinstance(emission, Autoregressive):
                 return Forecast(ahead, emission)
             self.hmm.check_constant("predict of observations that depend on those before")
@@ -278,43 +281,34 @@ class Filter:
 
     def _summed(self, log_states: Tensor) -> Tensor:
         """Sum probabilities of the expanded chain to those of the HMM's states, ``(*B, K)``."""
-        probs, count = log_states.exp(), self.hmm.num_states
-        if self._state_of is None or probs.size(-1) == count:
+        probs = log_states.exp()
+        if self._state_of is None:
             return probs
-        return probs.new_zeros(*probs.shape[:-1], count).index_add(-1, self._state_of, probs)
+        sums = probs.new_zeros(*probs.shape[:-1], self.hmm.num_states)
+        return sums.index_add(-1, self._state_of, probs)
 
-    def _passed(
+    def _filtered(
         self, matrices: list[Transition], likelihood: Likelihood
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Filter: :math:`p(z_t \mid x_{1:t})`, :math:`\log p(x_t \mid x_{1:t-1})` by step.
+    ) -> tuple[Tensor, Tensor]:
+        r"""Filter: :math:`\log p(z_t \mid x_{1:t})` and :math:`\log p(x_t \mid x_{1:t-1})` by step.
 
         Returns:
-            ``(*B, L, K)``, ``(*B, L)``, and log-probabilities of the states after the last step.
+            ``(*B, L, K)`` and ``(*B, L)``.
         """
-        log_states, states, scores = self._message.log_states, [], []
-        for t, matrix in enumerate(matrices):
-            if isinstance(likelihood, Tensor):
-                here, block = likelihood[..., t, :], None
-            else:
-                here, block = likelihood(t)
+        log_states, found = self._message.log_states, []
+        if isinstance(likelihood, Tensor):
+            if len(matrices) >= AT_ONCE and isinstance(self._matrix, Tensor):
+                first = self._predicted(log_states, matrices[0], None)
+                table, lengths = self._matrix.unsqueeze(-3), torch.tensor(len(matrices))
+                ahead = PathFactors.joined(first, table, likelihood, lengths).predicted()
+                return _conditioned(ahead.to(first.dtype) + likelihood)
+            likelihood = zip(likelihood.unbind(-2), repeat(None))
+        for matrix, (here, block) in zip(matrices, likelihood):
             joint = self._predicted(log_states, matrix, block) + here
-            scores.append(joint.logsumexp(-1))
-            log_states = normalised(joint).to(log_states.dtype)
-            states.append(self._summed(log_states))
-        return torch.stack(states, -2), torch.stack(scores, -1), log_states
-
-    def _at_once(self, likelihood: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`_passed`, of steps of one transition matrix, by the filter of the chain."""
-        matrix, count = self._chain.matrices, likelihood.size(-2)
-        first = self._message.log_states
-        if self.num_steps:
-            first = self._predicted(first, matrix.squeeze(-3), None)
-        lengths = torch.full(self.batch_shape, count)
-        logs = self._chain.replace(log_initial=first).filtered(likelihood, lengths)
-        rows = max(1, CACHED // (first.numel() * first.size(-1)))
-        ahead = [(part.unsqueeze(-1) + matrix).logsumexp(-2) for part in logs.split(rows, -2)]
-        before = torch.cat([first.unsqueeze(-2), *ahead], -2)[..., :-1, :]
-        return self._summed(logs), (before + likelihood).logsumexp(-1), logs[..., -1, :]
+            found.append(_conditioned(joint.to(log_states.dtype)))
+            log_states = found[-1][0]
+        logs, scores = zip(*found)
+        return torch.stack(logs, -2), torch.stack(scores, -1)
 
     def _predicted(self, log_states: Tensor, matrix: Transition, block: Tensor | None) -> Tensor:
         """Predict log-probabilities ``(*B, K)`` of the next states, in blocks ``(n,)`` if given.
@@ -324,7 +318,11 @@ class Filter:
         if matrix is None:
             return log_states
         if isinstance(matrix, Tensor):
-            return (log_states.unsqueeze(-1) + matrix).logsumexp(-2)
+            if matrix.dim() > 2 or log_states.numel() * len(matrix) <= SMALL:
+                return (log_states.unsqueeze(-1) + matrix).logsumexp(-2)
+            rows = log_states.double().reshape(-1, 1, len(matrix))
+            found = log_sums(rows, matrix.double()[None, None])
+            return found.to(log_states.dtype).reshape(log_states.shape)
         wide = pad(log_states.reshape(-1, self.hmm.num_states), (0, 1), value=-torch.inf)
         everything = torch.full((len(wide),), matrix.all)
         possible = ~wide.isneginf().cpu()
@@ -352,41 +350,40 @@ class Filter:
             return [*([None] if last is None else []), *found.unbind(-3)], at[..., -1]
         if times is not None:
             raise ValueError("times must be None, for hmm is no ContinuousTimeHMM. Leave them out.")
-        steps = range(self.num_steps, self.num_steps + num_steps)
-        if self._blocks is not None:
-            return [self._blocks if t else None for t in steps], None
-        tables = self._chain.matrices
-        if tables.size(-3) == 1 and not self._chain.per_step:
-            tables = tables.expand(*tables.shape[:-3], steps.stop, -1, -1)
-        if steps.stop > tables.size(-3) + 1:
+        begin, end = self.num_steps, self.num_steps + num_steps
+        if self._matrix is not None:
+            return [self._matrix if begin else None, *[self._matrix] * (num_steps - 1)], None
+        if end > self._tables.size(-3) + 1:
             raise ValueError(
-                f"hmm must have transitions of as many steps as are filtered, {steps.stop}; it has "
-                f"{tables.size(-3) + 1}. Give it more, or those of every step."
+                f"hmm must have transitions of as many steps as are filtered, {end}; it has "
+                f"{self._tables.size(-3) + 1}. Give it more, or those of every step."
             )
-        return [tables[..., t - 1, :, :] if t else None for t in steps], None
+        return [self._tables[..., t - 1, :, :] if t else None for t in range(begin, end)], None
 
     # Observations
 
     def _likelihood(
-        self, values: Tensor | None, known: Tensor
+        self, values: Tensor | None, known: Tensor | None
     ) -> tuple[Likelihood, tuple[Tensor, Tensor] | tuple[()]]:
         """Log-likelihoods by step, and past observations for an autoregressive emission."""
-        hmm, events, num_steps = self.hmm, len(self.hmm.event_shape), known.size(-1)
-        emission = hmm.emission if self._blocks is None else None
-        lags = emission.lags if isinstance(emission, Autoregressive) else 0
+        hmm, lags, event = self.hmm, self._lags, self.hmm.event_shape[1:]
+        *_, past, past_known = self._message
         if values is None and not lags:
-            return _nothing, ()
+            return repeat(NOTHING), ()
         if values is None:
-            like = self._surprise if self._message.past is None else self._message.past
-            values = like.new_zeros(*self.batch_shape, 1, *hmm.event_shape[1:])
-        if self._blocks is not None and isinstance(hmm, BlockHMM):
-            return _in_blocks(hmm, self._blocks, values, known), ()
-        before, after, seen = 0, 0, known
-        at = values.dim() - events
-        if self._message.past is not None and self._message.past_known is not None:
-            before = self._message.past_known.size(-1)
-            values = torch.cat([self._message.past.to(values), values], at)
-            seen = torch.cat([self._message.past_known, known], -1)
+            like = self._surprise if past is None else past
+            values = like.new_zeros(*self.batch_shape, 1, *event)
+        if isinstance(self._matrix, Transitions):
+            return _in_blocks(hmm, self._matrix, values, known), ()
+        at = values.dim() - 1 - len(event)
+        seen: Any = known
+        before, num_steps, after = 0, values.size(at), 0
+        if seen is None and (lags or hmm.emission_per_step):
+            seen = torch.ones(values.shape[: at + 1], dtype=torch.bool, device=values.device)
+        if past is not None and past_known is not None:
+            before = past.size(at)
+            values = torch.cat([past.to(values), values], at)
+            seen = torch.cat([past_known, seen], -1)
         elif hmm.emission_per_step:
             before = self.num_steps
             after = hmm.num_steps - before - num_steps
@@ -395,23 +392,33 @@ class Filter:
                     f"hmm must have emissions of as many steps as are filtered; it has "
                     f"{hmm.num_steps}, {-after} too few. Give it more, or those of every step."
                 )
-            values = pad(values, (0, 0) * (events - 1) + (before, after))
-            seen = pad(known, (before, after))
-        total, complete = before + num_steps + after, bool(seen.all())
-        if not complete or self._reader.num_steps != total or self._reader.observed is not None:
-            lengths = torch.full(self.batch_shape, total)
-            self._reader = self._reader.with_lengths(lengths, None if complete else seen)
+            values = pad(values, (0, 0) * len(event) + (before, after))
+            seen = pad(seen, (before, after))
+        total = before + num_steps + after
+        gaps = None if seen is None or bool(seen.all()) else seen
+        if gaps is not None or self._reader.num_steps != total or self._reader.observed is not None:
+            self._reader = self._reader.with_lengths(torch.full(self.batch_shape, total), gaps)
         found = self._reader.log_likelihood(values).narrow(-2, before, num_steps)
-        assert self._state_of is not None
-        found = found.index_select(-1, self._state_of)
+        if self._state_of is not None:
+            found = found.index_select(-1, self._state_of)
         start = max(before + num_steps - lags, 0)
         kept = before + num_steps - start
-        past = (values.narrow(at, start, kept), seen[..., start:]) if lags else ()
-        return found, past
+        return found, (values.narrow(at, start, kept), seen[..., start:]) if lags else ()
 
 
-def _read(stream: Filter, observation: Any, observed: Any) -> tuple[Tensor | None, Tensor, bool]:
-    """Check new observations: values ``(*B, L, *E)``, mask ``(*B, L)``, whether L was given."""
+def _conditioned(joint: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities ``(*A, K)`` of the states given an observation, and its own ``(*A)``."""
+    scores = joint.logsumexp(-1, keepdim=True)
+    return joint - scores.clamp(min=LOWEST), scores.squeeze(-1)
+
+
+def _read(
+    stream: Filter, observation: Any, observed: Any
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Check new observations: values ``(*B, L, *E)``, mask ``(*B, L)``, whether L was given.
+
+    There is no mask where all are observed.
+    """
     batch, event, like = stream.batch_shape, tuple(stream.hmm.event_shape[1:]), stream._surprise
     if observation is None:
         return None, torch.zeros(*batch, 1, dtype=torch.bool, device=like.device), False
@@ -422,40 +429,32 @@ def _read(stream: Filter, observation: Any, observed: Any) -> tuple[Tensor | Non
             values = values.to(like.dtype)
     several = values.dim() > len(batch) + len(event)
     values = values if several else values.unsqueeze(-1 - len(event))
-    num_steps = values.size(-1 - len(event))
+    num_steps, known = values.size(-1 - len(event)), None
     values = _of_streams("observation", values, batch, num_steps, *event)
-    known = torch.ones(*batch, num_steps, dtype=torch.bool, device=like.device)
     if observed is not None:
         check_booleans("observed", observed)
         marks = observed if several else observed.unsqueeze(-1)
         known = _of_streams("observed", marks, batch, num_steps)
-    if values.dtype.is_floating_point:
-        numbers = ~values.isnan()
-        known = known & (numbers.flatten(-len(event)).any(-1) if event else numbers)
+    if values.dtype.is_floating_point and bool((gaps := values.isnan()).any()):
+        numbers = ~(gaps.flatten(-len(event)).all(-1) if event else gaps)
+        known = numbers if known is None else known & numbers
     return values, known, several
 
 
-def _nothing(_: int) -> tuple[float, None]:
-    """Log-likelihood of a missing step: zero in all states."""
-    return 0.0, None
-
-
 def _in_blocks(
-    hmm: BlockHMM, transitions: Transitions, values: Tensor, known: Tensor
-) -> Likelihood:
-    """Function of t that returns log-likelihoods of all states, and the block of the symbol."""
-    num_steps, shape = known.size(-1), (*hmm.batch_shape, hmm.num_states)
+    hmm: Any, transitions: Transitions, values: Tensor, known: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Log-likelihoods of all states, and the block of the symbol, of step after step."""
+    num_steps, shape = values.size(len(hmm.batch_shape)), (*hmm.batch_shape, hmm.num_states)
     rows = values.reshape(-1, num_steps, *hmm.event_shape[1:])
-    mask = known.reshape(-1, num_steps)
+    known = torch.ones(rows.shape[:2], dtype=torch.bool) if known is None else known
+    mask = known.reshape(-1, num_steps).to(values.device)
     lengths = torch.full((len(rows),), num_steps)
     blocks, logs = hmm.symbols.likelihood(rows, lengths, mask, bool(hmm._validate_args))
     blocks = blocks.masked_fill(~mask.cpu(), transitions.all)
-
-    def at(t: int) -> tuple[Tensor, Tensor]:
+    for t in range(num_steps):
         wide = transitions.widened(logs[:, t], blocks[:, t])[:, :-1]
-        return wide.masked_fill(~mask[:, t, None], 0.0).reshape(shape), blocks[:, t]
-
-    return at
+        yield wide.masked_fill(~mask[:, t, None], 0.0).reshape(shape), blocks[:, t]
 
 
 def _of_streams(

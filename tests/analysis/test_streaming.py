@@ -100,6 +100,25 @@ def test_an_impossible_stream_stays_so_and_harms_no_other():
     assert_close(stream.log_evidence, [first, NEVER, first])
 
 
+def test_many_streams_are_each_as_if_alone():
+    """Also where a transition is impossible, or so rare that no probability can express it."""
+    seed = torch.Generator().manual_seed(0)
+    logs = torch.randn(12, 12, generator=seed)
+    logs[0], logs[1], logs[2:, 3] = -torch.inf, -900.0, -torch.inf
+    logs = logs.fill_diagonal_(0.0).log_softmax(-1)
+    emission = dist.Normal(40.0 * torch.arange(12.0), 1.0)
+    hmm = HMM(logs.new_zeros(12).log_softmax(-1), logs, emission, torch.tensor(1))
+    values = 40.0 * torch.randint(2, (6, 100), generator=seed)
+    together, alone = Filter(hmm.expand((100,))), [Filter(hmm) for _ in range(100)]
+    for now in values:
+        assert_close(
+            together.update(now), torch.stack([one.update(x) for one, x in zip(alone, now)])
+        )
+    evidence = torch.stack([one.log_evidence for one in alone])
+    assert evidence.amin() < -800
+    assert_close(together.log_evidence, evidence)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_restored_filter_continues_to_the_last_bit(dtype):
     hmm = casino((3,), dtype)
