@@ -111,15 +111,20 @@ def by_operations(function: Callable[..., Any], *args: Any) -> Any:
         _by_operations.reset(token)
 
 
+def detached(owner: Any) -> Any:
+    """Copy of what holds tensors, without their gradients; itself if none has one."""
+    held = tensors_of(owner)
+    if not any(part.requires_grad for part in held):
+        return owner
+    return copy.deepcopy(owner, {id(part): part.detach() for part in held})
+
+
 def beside(found: Tensor, owner: Any) -> Any:
     """Detach the tensors of ``owner`` where ``found`` needs no gradient.
 
     A product of a constant with what has a gradient would have a part of its gradient.
     """
-    if found.requires_grad or not torch.is_grad_enabled():
-        return owner
-    held = [part for part in tensors_of(owner) if part.requires_grad]
-    return copy.deepcopy(owner, {id(part): part.detach() for part in held}) if held else owner
+    return owner if found.requires_grad or not torch.is_grad_enabled() else detached(owner)
 
 
 def transforming() -> bool:

@@ -85,7 +85,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
     return hmm
 
 
-def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
+def scale_priors(module: HMMModule, data: Sequences | Parts, group: Any = None) -> float:
     """Set location and scale of default priors from ``data``, and the unit of times; in place.
 
     Fits do so themselves. Priors with hyperparameters of their own stay: see :func:`normal`.
@@ -93,6 +93,7 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
     Args:
         module: Builds the HMM.
         data: The sequences; steps that are not observed do not count.
+        group: The ``ProcessGroup`` by whose data all scale alike; this process by default.
 
     Returns:
         By how much the loss exceeds that of data in units of their standard deviations, in nats;
@@ -107,11 +108,7 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         >>> module.emission.prior_loc, module.emission.upper
         (tensor([2000., 2000.]), tensor([5000000., 5000000.]))
     """
-    return scale_alike(module, data, ProcessGroup())
-
-
-def scale_alike(module: HMMModule, data: Sequences | Parts, group: ProcessGroup) -> float:
-    """``scale_priors`` by the data of all ranks, alike in all of them."""
+    group = group or ProcessGroup()
     emission: Any = module.emission_module()
     if hasattr(module, "set_times"):
         gaps = next(iter(parts_of(data))).gaps

@@ -21,7 +21,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from .coordinates import IDENTITY, Packing
-from .models import LogPrior, build, in_units, scale_alike, to_model_device
+from .models import LogPrior, build, in_units, scale_priors, to_model_device
 from .plates import AtValues, LogJoint, check_events
 from .process_group import ProcessGroup
 
@@ -64,7 +64,7 @@ class Parameters:
         self.data = to_model_device(module, None, data)
         self.probe = self.data[:1]
         group = group or ProcessGroup()
-        self.units = scale_alike(module, self.data, group)
+        self.units = scale_priors(module, self.data, group)
         in_units(module, self.data, group)  # a start in units of the data
         in_units(module, None, group)
         with torch.no_grad(), poutine.block(), first_values(self.data.device):

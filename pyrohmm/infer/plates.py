@@ -8,7 +8,6 @@ variables, given the shared ones.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,13 +24,12 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
+from .._transforms import detached
 from ..data.parts import weighted
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
 from .models import MarginalModel, check_returns_hmm
-
-OWN = ("torch.distributions", "pyro.distributions", "pyrohmm")  # objects that an HMM consists of
 
 
 class SequencePlate(NamedTuple):
@@ -83,7 +81,7 @@ def pieces_of(model: Callable[..., Any], data: Sequences) -> list[tuple[Sequence
     are those of a user's model, which may know how many there are, of one for so many steps, and of
     a ``log_prior`` where sequences have parameters of their own.
     """
-    own = isinstance(model, MarginalModel) and type(model).__module__.startswith(OWN)
+    own = isinstance(model, MarginalModel) and type(model).__module__.startswith("pyrohmm.")
     if not own or len(data.bucket_members) == 1:
         return [(data, 1.0)]
     bucket = data.buckets[0]
@@ -334,26 +332,6 @@ def plates_of_batch(
     """
     chosen = None if data is None else data.indices
     return [pyro.plate(n, total, subsample=chosen, dim=dim) for n, dim in dims.items()]
-
-
-def detached(item: Any) -> Any:
-    """Detach all tensors of an HMM or of a part, in a copy; itself if none has a gradient."""
-    if isinstance(item, Tensor):
-        return item.detach() if item.requires_grad else item
-    if isinstance(item, list | tuple):
-        parts = [detached(part) for part in item]
-        if all(one is other for one, other in zip(parts, item)):
-            return item
-        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
-    if isinstance(item, nn.Module) or not type(item).__module__.startswith(OWN):
-        return item
-    held = getattr(item, "__dict__", {})
-    changed = {name: detached(value) for name, value in held.items()}
-    if all(changed[name] is held[name] for name in held):
-        return item
-    duplicate = copy.copy(item)
-    duplicate.__dict__.update(changed)
-    return duplicate
 
 
 # Guides -------------------------------------------------------------------------------------------

@@ -29,11 +29,10 @@ from ..nn.base import PYRO, HMMModule
 from .graphs import is_known
 from .iterations import Loop, uniform_counts
 from .maximization import Maximization
-from .models import build
+from .models import MarginalModel, build
 from .msteps import share_labelled
-from .objective import check_copies, num_copies
+from .objective import trace_of_batchable
 from .parameters import Parameters, Values
-from .plates import repeatable
 from .process_group import ProcessGroup
 
 FEW = 4  # restarts by default
@@ -231,27 +230,10 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
 
 
 def check_restarts(parameters: Parameters) -> None:
-    """Raise unless batched restarts of a user's module have the densities of single ones."""
-    if is_known(parameters.module, parameters.log_prior):
-        return
-    probe, sample = parameters.probe, parameters.sample
-    copies = num_copies(probe, parameters.example.num_states, sample.values())
-    some = copy.copy(parameters)
-
-    def density(values: Values) -> Tensor:
-        some.values, some.restarts = values, len(next(iter(values.values())))
-        hmm, prior = some.build(probe)
-        return hmm.log_prob(probe.values).flatten() + prior
-
-    def pair() -> tuple[Tensor, Tensor]:
-        together = {name: torch.cat([row[name] for row in rows]) for name in sample}
-        return torch.cat([density(row) for row in rows]), density(together)
-
-    with repeatable():
-        rows = [from_prior(parameters.module, probe, 1) for _ in range(copies)]
-        rows = [{n: value.reshape(sample[n].shape) for n, value in row.items()} for row in rows]
-        shapes = {name: value.expand(copies, *value.shape) for name, value in sample.items()}
-        check_copies(pair, shapes, probe.num_observed)
+    """Raise unless batched restarts of a user's module are independent of each other."""
+    if not is_known(parameters.module, parameters.log_prior):
+        model = MarginalModel(copy.deepcopy(parameters.module), parameters.log_prior)
+        trace_of_batchable(model, parameters.probe, 2)
 
 
 class StartSearch:

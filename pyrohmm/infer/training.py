@@ -33,7 +33,7 @@ from .descent import Descent, HeldOut, Settings, copy_values, settings_of
 from .graphs import GRAPHS, Replays, is_replayable
 from .layouts import SIDE_BY_SIDE, arranged
 from .loop import FitLoop
-from .models import build, in_units, remarks, scale_alike, to_model_device
+from .models import build, in_units, remarks, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
 from .plates import marks_of, outside_modules, pieces_of, point_of, samples_of
 from .process_group import ProcessGroup
@@ -113,7 +113,7 @@ def scaled_priors(module: Any, data: Sequences | Parts, group: ProcessGroup) -> 
     kept = [dict(part._buffers) for part in parts]
     try:
         in_units(module, data, group)
-        yield scale_alike(module, data, group) if isinstance(module, HMMModule) else 0.0
+        yield scale_priors(module, data, group) if isinstance(module, HMMModule) else 0.0
     finally:
         in_units(module, None, group)
         for part, buffers in zip(parts, kept):
