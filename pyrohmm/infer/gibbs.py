@@ -32,7 +32,7 @@ from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, i
 from ..nn.family import Emission
 from ..ops import recursions
 from .maximization import joined, observations
-from .mcmc import Hamiltonian, Tuning
+from .mcmc import Hamiltonian, Moved, Tuning
 from .models import MarginalModel, check_module, exclusive, to_model_device
 from .parameters import Parameters, Values
 from .results import Fit
@@ -210,7 +210,7 @@ class Gibbs(Chains):
         if known is None:
             parameters.update(samples)
         others = [name for name in parameters.sites if name not in samples]
-        self.others = Others(parameters, others, self) if others else None
+        self.others = Others(others, self) if others else None
 
     def _for_ladders(self, name: str, value: Tensor) -> Tensor:
         """Repeat starting values ``(C, ...)`` over the ladder of each chain; leave a single one."""
@@ -352,7 +352,7 @@ class Gibbs(Chains):
         """Checkpoint state: samples, temperatures, parameters, tuning of Hamiltonian steps."""
         state = super().state() | self.parameters.state()
         if self.others is not None:
-            state["others"] = vars(self.others.hamiltonian.tuning) | {"names": self.others.names}
+            state["others"] = vars(self.others.tuning) | {"names": self.others.names}
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -360,44 +360,39 @@ class Gibbs(Chains):
         super().restore(state)
         self.parameters.restore(state)
         if "others" in state:
-            self.others = Others(self.parameters, state["others"].pop("names"), self)
-            self.others.hamiltonian.tuning = Tuning(**state["others"])
+            self.others = Others(state["others"].pop("names"), self)
+            self.others.tuning = Tuning(**state["others"])
 
 
-class Others:
+class Others(Hamiltonian):
     """Variables without a conjugate posterior: one Hamiltonian trajectory in each sweep.
 
     Paths are summed out, so that it and the paths together are one exact step given all else.
 
     Args:
-        parameters: Those of the chains.
         names: Of the latent variables.
         sampler: What samples the others.
     """
 
-    def __init__(self, parameters: Parameters, names: list[str], sampler: Gibbs) -> None:
-        self.parameters, self.names, self.sampler = parameters, names, sampler
-        supports = {name: parameters.supports[name] for name in names}
-        self.hamiltonian = Hamiltonian(supports, self._now(), self.log_density, sampler.ladder)
+    def __init__(self, names: list[str], sampler: Gibbs) -> None:
+        self.names, self.sampler, self.parameters = names, sampler, sampler.parameters
+        super().__init__(self.parameters.supports, self._now(), self._given, sampler.ladder)
 
     def _now(self) -> Values:
         return {name: self.parameters.values[name] for name in self.names}
 
-    def step(self) -> None:
+    def step(self) -> tuple[Moved, int]:
         """One trajectory of every chain, given the other parameters."""
-        hamiltonian = self.hamiltonian
-        hamiltonian.state = hamiltonian.at(hamiltonian.free(self._now()))
-        hamiltonian.step()
-        self._set(hamiltonian.packing.values(hamiltonian.state.place))
+        self.state = self.at(self.free(self._now()))
+        moved = super().step()
+        self.parameters.values |= self.packing.values(self.state.place)
+        return moved
 
-    def log_density(self, values: Values) -> Tensor:
+    def _given(self, values: Values) -> Tensor:
         """The log joint density of each chain, with the other parameters as they are."""
-        self._set(values)
+        self.parameters.values = self.parameters.values | values
         prior = self.sampler.build()
         return self.sampler.log_evidence().to(prior) + prior
-
-    def _set(self, values: Values) -> None:
-        self.parameters.values = self.parameters.values | values
 
 
 def _sum(each: Iterable[Statistics]) -> Statistics:

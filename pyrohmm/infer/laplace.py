@@ -46,9 +46,10 @@ from ..distributions.hmm import HMM
 from ..nn.regression import Linear
 from ..ops.newton import Peak, climb
 from .coordinates import LOG, Coordinates, Packing
-from .marginal import Marginal, Values
+from .marginal import Marginal
 from .models import exclusive, to_model_device, unweighted
 from .objective import APART, check_copies, latent_sites, num_copies
+from .parameters import Values
 from .plates import Point, in_plate, marks_of, sequence_plates, wide
 from .replicates import crossing
 from .results import Fit

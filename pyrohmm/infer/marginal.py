@@ -22,6 +22,7 @@ from ..data.sequences import Sequences
 from .coordinates import Packing
 from .models import to_model_device
 from .objective import log_joint
+from .parameters import Values
 from .plates import is_likelihood
 from .uncertainty import CELLS, doubled
 
@@ -33,7 +34,6 @@ CLOSE = 1e-6  # nats of a member by which twice the nodes may differ
 REACH = 6.5  # standard deviations from the mean to the last node
 EDGE = 1e-8  # share of the posterior at a node, above which nodes reach beyond it
 MOVES = 40  # of the nodes, at most
-Values = dict[str, Tensor]
 
 
 class Marginal:

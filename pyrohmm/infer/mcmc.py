@@ -302,11 +302,8 @@ def _power(matrix: Tensor, power: float) -> Tensor:
 
 def _halton(index: int) -> float:
     """The number ``index`` of the Halton sequence of base 2, between 0 and 1."""
-    value, share = 0.0, 0.5
-    while index:
-        value += share * (index % 2)
-        index, share = index // 2, share / 2
-    return value
+    digits = f"{index:b}"  # read from the right
+    return int(digits[::-1], 2) / 2 ** len(digits)
 
 
 @names_checked

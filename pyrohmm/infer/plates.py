@@ -312,12 +312,10 @@ def new_log_evidence(
     :math:`\log \frac1S \sum_s p(x_n \mid b_n^{(s)}, \theta)`; the samples are the same in every
     call. Without such variables it is exact.
     """
-    known = shared(values, plates)
-    if not plates:
-        return hmm_at(model, known, data, {}).log_prob(data.values)
+    known, count = shared(values, plates), num_samples if plates else 1
     with repeatable():
-        scores = [hmm_at(model, known, data, {}).log_prob(data.values) for _ in range(num_samples)]
-    return torch.stack(scores).logsumexp(0) - math.log(num_samples)
+        scores = [hmm_at(model, known, data, {}).log_prob(data.values) for _ in range(count)]
+    return torch.stack(scores).logsumexp(0) - math.log(count)
 
 
 def plates_of_batch(
@@ -369,11 +367,11 @@ def samples_of(
         values = narrow({name: trace.nodes[name]["value"] for name in names}, plated)
         sites = [site for site in trace.nodes.values() if site["type"] == "sample"]
         scores = [site["log_prob"] for site in sites if site["log_prob"].dim()]
-        return _detached(values), torch.stack([score.sum(1) for score in scores]).sum(0)
+        return values, torch.stack([score.sum(1) for score in scores]).sum(0)
     traces = [poutine.trace(guide).get_trace(data) for _ in range(count)]
     values = {name: torch.stack([trace.nodes[name]["value"] for trace in traces]) for name in names}
     totals = [torch.as_tensor(trace.log_prob_sum()) for trace in traces]
-    return _detached(values), torch.stack(totals)
+    return values, torch.stack(totals)
 
 
 @contextmanager
@@ -382,10 +380,6 @@ def repeatable() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in values.items()}
 
 
 def outside_modules(store: Mapping[str, Any], *parts: Any) -> dict[str, dict[str, Any]]:
