@@ -281,14 +281,13 @@ class HeldOut:
         else:
             parts = list(order.split(LARGER * size if size else BATCH_SIZE))
         self.fit, self.group, self.plates = fit, group, plates
-        self.first = data[:1]
         chosen = [data[part] for part in parts[group.rank :: group.size]]
         self.parts = chosen if plates else [bucket for part in chosen for bucket in part.buckets]
         self.every, self.patience = every, settings["patience"]
         self.report = settings["report"] if group.is_first else None
         self.history: list[Validation] = []
         self.best: list[Tensor] = []  # parameters
-        self._log_evidence([self.first])  # raises here what it would raise after hours
+        self._log_evidence([data[:1]])  # raises here what it would raise after hours
 
     def is_due(self, step: int, at_end_of_round: bool) -> bool:
         """Whether to validate after ``step`` gradient steps."""

@@ -272,11 +272,8 @@ class _Search:
         """Raise unless copies of the model have the density of one, and effects are independent."""
         marginal = self.marginal
         marginal.widen(len(self.place))
-        shared, effects = (
-            self.packing.values(self.place[0]),
-            marginal.packing.values(marginal.modes),
-        )
-        copies = num_copies(marginal.data, marginal.num_states, (shared | effects).values())
+        known = self.packing.values(self.place[0]) | marginal.packing.values(marginal.modes)
+        copies = num_copies(marginal.data, marginal.num_states, known.values())
         places = self.place[0] + APART * torch.arange(copies).double().unsqueeze(1)
         b = torch.zeros(copies, *marginal.modes.shape[1:]).double()
 

@@ -179,9 +179,8 @@ class Marginal:
         total, slope, blocks = self.derivatives(values, b, graph=True)
         with torch.enable_grad():
             root, wrong = torch.linalg.cholesky_ex(blocks)
-            root = torch.where(
-                (wrong > 0)[..., None, None], torch.eye(b.size(-1), dtype=b.dtype), root
-            )
+            eye = torch.eye(b.size(-1), dtype=b.dtype)
+            root = torch.where((wrong > 0)[..., None, None], eye, root)
             logdet = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum((-1, -2))
             total = total + b[0].numel() / 2 * math.log(2 * math.pi) - logdet / 2
             (pull,) = torch.autograd.grad(total.sum(), b, retain_graph=True)

@@ -260,9 +260,7 @@ class Maximization:
         self.by_symbol = self.summed and countable and plain
         self.notes: dict[str, int] = {}
         self.idle: Tensor | None = None
-        self._steps: WeakKeyDictionary[Sequences, tuple[Tensor, Tensor | None]] = (
-            WeakKeyDictionary()
-        )
+        self._seen: WeakKeyDictionary[Sequences, Any] = WeakKeyDictionary()
 
     def gather(
         self,
@@ -292,7 +290,9 @@ class Maximization:
             if batch is None:  # each symbol as often as it occurs
                 values = torch.arange(weights.size(1), device=weights.device)
             else:
-                values, where = self._observations(batch, hmm)
+                if batch not in self._seen:  # to count steps makes a device wait
+                    self._seen[batch] = observations(hmm, batch)
+                values, where = self._seen[batch]
                 weights = weights if where is None else weights.index_select(1, where)
         if self.summed:
             sums["visits"] = {"states": weights.sum(1).double()}
@@ -320,12 +320,6 @@ class Maximization:
             counts[name] = count.squeeze(1) if count.size(1) == 1 else count.sum(1)
         states = expected.state_probs.reshape(restarts, *expected.state_probs.shape[-3:])
         return ExpectedCounts(expected.log_evidence.reshape(restarts, -1), states, counts)
-
-    def _observations(self, batch: Sequences, hmm: HMM) -> tuple[Tensor, Tensor | None]:
-        """:func:`observations`, made once of a batch: to count steps makes a device wait."""
-        if batch not in self._steps:
-            self._steps[batch] = observations(hmm, batch)
-        return self._steps[batch]
 
     def __call__(self, sums: Sums) -> None:
         """Maximise the parameters given the sums of :meth:`gather`."""

@@ -125,9 +125,7 @@ def scale_priors(module: HMMModule, data: Sequences | Parts, group: Any = None) 
         lags = getattr(emission, "lags", 0)
         moments = reduce(merged, [_moments(part, size, lags) for part in parts_of(data)])
         moments = reduce(merged, group.of_all(moments)) if data.sharded else moments
-        units = emission.take_moments(
-            group.from_first(moments)
-        )  # processors may differ in rounding
+        units = emission.take_moments(group.from_first(moments))  # ranks may differ in rounding
         return group.from_first(torch.as_tensor(units).double()).item()
 
 
@@ -144,7 +142,7 @@ def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
     return torch.cat([found, within.to(found)[None]])
 
 
-def in_units(module: Any, data: Sequences | Parts | None, group: ProcessGroup) -> None:
+def in_units(module: Any, data: Sequences | Parts | None, group: Any) -> None:
     """Standardise the covariates of linear predictors by ``data``; with None undo it.
 
     All ranks do so by the data of the first one. Of log rates that have not

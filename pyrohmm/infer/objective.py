@@ -66,13 +66,9 @@ class Objective:
             self.plates = sequence_plates(asked, probe, None if batched else trace)
             with poutine.trace(param_only=True) as of_guide:
                 guide(probe)
-        depths = [
-            -f.dim for s in trace.nodes.values() for f in s.get("cond_indep_stack", ()) if f.dim
-        ]
-        beside = (
-            getattr(elbo, "vectorize_particles", False) and getattr(elbo, "num_particles", 1) > 1
-        )
-        if beside and self.supports and not enumerated and max(depths, default=0) == 1:
+        beside = elbo is not None and elbo.vectorize_particles and elbo.num_particles > 1
+        frames = [f for s in trace.nodes.values() for f in s.get("cond_indep_stack", ()) if f.dim]
+        if beside and self.supports and not enumerated and {f.dim for f in frames} == {-1}:
             check_batchable(asked, probe, trace)
         self.model, self.guide = model, guide
         self.elbo = copy.copy(elbo) or (TraceEnum_ELBO() if enumerated else _UnreadELBO())

@@ -63,7 +63,6 @@ class Parameters:
         self.restarts, self.log_prior = restarts, log_prior
         self.data = to_model_device(module, None, data)
         self.probe = self.data[:1]
-        group = group or ProcessGroup()
         self.units = scale_priors(module, self.data, group)
         in_units(module, self.data, group)  # a start in units of the data
         in_units(module, None, group)

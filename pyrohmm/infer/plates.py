@@ -335,14 +335,9 @@ def plates_of_batch(
 # Guides -------------------------------------------------------------------------------------------
 
 
-def for_guide(guide: Callable[..., Any], data: Sequences | None) -> Sequences | None:
-    """Data argument with which ``guide`` samples the variables of all sequences."""
-    return None if isinstance(guide, AutoGuide) else data
-
-
 def point_of(guide: Callable[..., Any], data: Sequences | None) -> dict[str, Tensor]:
     """One value of each latent variable: the median of ``guide`` if it has one, else a sample."""
-    data = for_guide(guide, data)
+    data = None if isinstance(guide, AutoGuide) else data  # of all sequences
     if hasattr(guide, "median"):
         try:
             return guide.median(data)
@@ -356,7 +351,7 @@ def samples_of(
     guide: Callable[..., Any], names: Sequence[str], count: int, data: Sequences | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
     """S samples of the latent variables by name, ``(S, ...)``; log-density of each, ``(S,)``."""
-    data = for_guide(guide, data)
+    data = None if isinstance(guide, AutoGuide) else data  # of all sequences
     first = poutine.trace(guide).get_trace(data)
     plated = {name for name in names if first.nodes[name]["cond_indep_stack"]}
     deep = (frame.dim for name in plated for frame in first.nodes[name]["cond_indep_stack"])

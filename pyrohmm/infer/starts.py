@@ -33,6 +33,7 @@ from .models import MarginalModel, build
 from .msteps import share_labelled
 from .objective import trace_of_batchable
 from .parameters import Parameters, Values
+from .plates import repeatable
 from .process_group import ProcessGroup
 
 FEW = 4  # restarts by default
@@ -233,7 +234,8 @@ def check_restarts(parameters: Parameters) -> None:
     """Raise unless batched restarts of a user's module are independent of each other."""
     if not is_known(parameters.module, parameters.log_prior):
         model = MarginalModel(copy.deepcopy(parameters.module), parameters.log_prior)
-        trace_of_batchable(model, parameters.probe, 2)
+        with repeatable():
+            trace_of_batchable(model, parameters.probe, 2)
 
 
 class StartSearch:

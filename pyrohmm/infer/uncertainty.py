@@ -327,10 +327,8 @@ class Information:
 
     def _entries(self) -> tuple[Tensor, Tensor]:
         """Gradients ``(E, P)`` and standard errors of all entries of the parameters."""
-        rows = []
-        for part, own in zip(
-            self.coordinates, torch.arange(len(self.labels)).split(self.packing.sizes)
-        ):
+        rows, places = [], torch.arange(len(self.labels)).split(self.packing.sizes)
+        for part, own in zip(self.coordinates, places):
             origin = torch.zeros(len(own), dtype=torch.double)
             slopes: Any = torch.autograd.functional.jacobian(part.value, origin)
             wide = torch.zeros(part.estimate.numel(), len(self.labels), dtype=torch.double)
