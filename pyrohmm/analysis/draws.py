@@ -299,7 +299,9 @@ class PosteriorDraws:
         ]
         new = _of_new(self.model, flat, data, plates, num_candidates)
         known |= {name: value.unflatten(0, self.shape) for name, value in new.items()}
-        return replace(self, parameters=known, stats=_unknown(self.stats), marks=marks_of(data))
+        # the density of a guide is not known of new variables; they are independent as before
+        stats = {n: x * torch.nan for n, x in self.stats.items() if n == "log_guide"}
+        return replace(self, parameters=known, stats=stats, marks=marks_of(data))
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -535,11 +537,6 @@ def _table(parameters: Mapping[str, Tensor]) -> list[str]:
     rows = zip(names, zip(*table.values()))
     text += [f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in row) for name, row in rows]
     return text
-
-
-def _unknown(stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Density of the guide, not known of new variables, which are independent as before."""
-    return {n: x * torch.nan for n, x in stats.items() if n == "log_guide"}
 
 
 def _saved(draws: PosteriorDraws) -> tuple[dict[str, Tensor], dict[str, Any]]:

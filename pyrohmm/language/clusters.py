@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.special import entr
 from torch import Tensor
 
 from .._checks import check_kind, check_range, check_shape, check_size
@@ -149,13 +150,11 @@ def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
     check_shape("assignment", assignment, (pairs.num_symbols,), "(V,)")
     _, labels = np.unique(assignment.cpu().numpy(), return_inverse=True)
     first, second, numbers = _columns(pairs)
-    first, second = labels[first], labels[second]
-    size = int(labels.max()) + 1
-    keys, places = np.unique(first * size + second, return_inverse=True)
-    cells = np.bincount(places, numbers)
-    rows, columns = (np.bincount(side, numbers, size) for side in (first, second))
-    ratios = cells * pairs.total / (rows[keys // size] * columns[keys % size])
-    return float((cells * np.log(ratios)).sum() / pairs.total)
+    rows, columns = labels[first], labels[second]
+    _, cells = np.unique(rows * (labels.max() + 1) + columns, return_inverse=True)
+    tables = (np.bincount(places, numbers) / pairs.total for places in (rows, columns, cells))
+    of_rows, of_columns, joint = (entr(shares).sum() for shares in tables)
+    return float(of_rows + of_columns - joint)
 
 
 # Other assignments, and states for them -----------------------------------------------------------

@@ -75,21 +75,20 @@ def _refuse(query: str) -> NoReturn:
     )
 
 
+def _refusing(query: str) -> Any:
+    """Method that refuses a ``query``, whatever its arguments are."""
+    return lambda *_: _refuse(query)
+
+
 class _Chain(BlockChain):
     """Chain whose transitions depend on past symbols, thus without a transition matrix."""
 
-    @property
-    def log_transition(self) -> NoReturn:
-        _refuse("log_transition")
+    log_transition = property(_refusing("log_transition"))
+    transitions = _refusing("a step without the n-gram")
+    sample_prior = _refusing("sampling")
 
     def check_constant(self, purpose: str) -> NoReturn:
         _refuse(purpose)
-
-    def transitions(self) -> NoReturn:
-        _refuse("a step without the n-gram")
-
-    def sample_prior(self, shape: torch.Size, num_steps: int) -> NoReturn:
-        _refuse("sampling")
 
 
 class _Symbols(BlockSymbols):
@@ -118,12 +117,8 @@ class _Symbols(BlockSymbols):
         parts = (part.reshape(-1, part.size(-1)) for part in self.ngram)
         return NGramProbs(*(part.repeat(count // len(part), 1) for part in parts))
 
-    @property
-    def distribution(self) -> NoReturn:
-        _refuse("emission")
-
-    def sample(self, states: Tensor) -> NoReturn:
-        _refuse("sampling")
+    distribution = property(_refusing("emission"))
+    sample = _refusing("sampling")
 
 
 class NGramBlockHMM(BlockHMM):
@@ -204,9 +199,7 @@ class NGramBlockHMM(BlockHMM):
             )
         return super().replace(**changes)
 
-    def continue_from(self, carried: object) -> NoReturn:
-        """Raise: an n-gram mixture cannot continue from a carried state."""
-        _refuse("continue_from")
+    continue_from = _refusing("continue_from")
 
     def _read(
         self, values: Tensor, check: bool = False, with_labels: bool = True

@@ -7,6 +7,7 @@ releases Python's lock.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +47,6 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 u64 = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
-_single = np.float32
 
 
 class _Announcement(event.Listener):
@@ -176,40 +176,33 @@ def exp(x):  # of x from the log of the smallest normal number to 0
     raise NotImplementedError
 
 
-@exactly
-def _exp_single(x):  # 2^n exp(r) with |r| <= log(2) / 2, where seven terms of the series are enough
-    n = np.floor(x * _single(1.4426950408889634) + _single(0.5))
-    r = (x - n * _single(0.693359375)) + n * _single(2.12194440054690583e-4)
-    p = _single(1 / 5040)
-    p = p * r + _single(1 / 720)
-    p = p * r + _single(1 / 120)
-    p = p * r + _single(1 / 24)
-    p = p * r + _single(1 / 6)
-    p = p * r + _single(0.5)
-    p = p * r + _single(1)
-    p = p * r + _single(1)
-    return p * _from_bits(np.int32((np.int32(n) + 127) << 23))
+def _exponential(real, degree, high, low, integer, bias, digits):
+    """2^n exp(r) with |r| <= log(2) / 2, by the Taylor series up to ``degree``.
+
+    ``high`` and ``low`` sum to log(2); a number has an exponent with a ``bias`` before ``digits``.
+    """
+    inverse, half = real(1.4426950408889634), real(0.5)
+    first, *rest = (real(1 / math.factorial(k)) for k in range(degree, -1, -1))
+    others = tuple(rest)
+
+    @exactly
+    def exponential(x):
+        n = np.floor(x * inverse + half)
+        r = (x - n * high) - n * low
+        p = first
+        for term in others:
+            p = p * r + term
+        return p * _from_bits(integer((integer(n) + bias) << digits))
+
+    return exponential
 
 
-@exactly
-def _exp_double(x):
-    n = np.floor(x * 1.4426950408889634 + 0.5)
-    r = (x - n * 0.693145751953125) - n * 1.4286068203094172e-6
-    p = 1 / 6227020800
-    p = p * r + 1 / 479001600
-    p = p * r + 1 / 39916800
-    p = p * r + 1 / 3628800
-    p = p * r + 1 / 362880
-    p = p * r + 1 / 40320
-    p = p * r + 1 / 5040
-    p = p * r + 1 / 720
-    p = p * r + 1 / 120
-    p = p * r + 1 / 24
-    p = p * r + 1 / 6
-    p = p * r + 0.5
-    p = p * r + 1.0
-    p = p * r + 1.0
-    return p * _from_bits(np.int64((np.int64(n) + 1023) << 52))
+_exp_single = _exponential(
+    np.float32, 7, np.float32(0.693359375), np.float32(-2.12194440054690583e-4), np.int32, 127, 23
+)
+_exp_double = _exponential(
+    np.float64, 13, 0.693145751953125, 1.4286068203094172e-6, np.int64, 1023, 52
+)
 
 
 @overload(exp)

@@ -28,12 +28,7 @@ LOW = -700.0  # the exponential of a smaller logarithm may not be a normal numbe
 @kernel
 def _matrix(logs):
     """Exponentiate log-probabilities; subnormal results become zero."""
-    matrix = np.zeros(logs.shape)
-    for j in range(logs.shape[0]):
-        for k in range(logs.shape[1]):
-            if not logs[j, k] <= LOW:
-                matrix[j, k] = np.exp(logs[j, k])
-    return matrix
+    return np.where(logs <= LOW, 0.0, np.exp(logs))
 
 
 @inner

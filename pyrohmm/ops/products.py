@@ -30,7 +30,7 @@ from .backends import NUMBA, pick
 CHUNK = CACHED
 FEWER = 8  # numbers for each integer in their range, from which a table of these is made
 LOST = 1e-30  # share of a sum of squares that is rounded away, even if they differ much
-STRIP = 96  # rows of a symmetric product that are computed at once, up to the diagonal
+LONG = 96  # numbers of an observation, from which few of them may be all that counts
 
 
 def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Te
     total = weights.new_zeros(weights.size(-1), width, width, dtype=torch.float64)
     few = width <= len(total)
     size = max(1, CHUNK // (width**2 if few else width))
-    long = count > 0 and width > STRIP and weights.device.type == "cpu"
+    long = count > 0 and width > LONG and weights.device.type == "cpu"
     least = LOST * weights.amax(0) if long else total
     with threads_for(weights.numel() * width**2):
         for weight, value in zip(weights.split(size), values.split(size)):
@@ -241,11 +241,7 @@ def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Te
                 columns, out = every, total[row]
                 if long and 2 * len(here := (share > least[row]).nonzero()[:, 0]) < len(share):
                     columns, share = every[:, here], share[here]
-                weighted = columns * share
-                for first in range(0, width, STRIP):  # the upper half is the same
-                    own, end = slice(first, first + STRIP), first + STRIP
-                    out[own, :end].addmm_(weighted[own], columns[:end].mT)
-    total = total.tril() + total.tril(-1).mT
+                out.addmm_(columns * share, columns.mT)
     return total.unflatten(0, (restarts, states))
 
 
@@ -357,24 +353,13 @@ def _flat(columns: Tensor) -> Tensor:
 
 
 def _inner_products(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of rows, and their inner products ``(.., l, D, K)``, in strips of dimensions.
-
-    Columns of many dimensions may be triangular: the zeros that a strip ends with are left out.
-    """
-    states, dim, width = columns.shape[-3:]
+    """Chunks of rows, and their inner products ``(.., l, D, K)``."""
+    states, dim, _ = columns.shape[-3:]
     flat = _flat(columns).mT.to(rows.dtype)
-    strips = [(slice(None), width)]
-    if dim > STRIP and columns.device.type == "cpu":
-        zeros = (columns == 0).flatten(0, -3).all(0).flip(-1).cumprod(-1).sum(-1)  # (D,)
-        parts = zip(range(0, dim, STRIP), (part.amin().item() for part in zeros.split(STRIP)))
-        strips = [(slice(d * states, (d + STRIP) * states), width - int(n)) for d, n in parts]
     size = max(1, CHUNK // max(1, flat.size(-1) * math.prod(rows.shape[:-2])))
     for start in range(0, rows.size(-2), size):
         chunk = slice(start, start + size)
-        inner = rows.new_empty(*rows[..., chunk, 0].shape, flat.size(-1))
-        for own, end in strips:
-            torch.matmul(rows[..., chunk, :end], flat[..., :end, own], out=inner[..., own])
-        yield chunk, inner.unflatten(-1, (dim, states))
+        yield chunk, (rows[..., chunk, :] @ flat).unflatten(-1, (dim, states))
 
 
 def _all_squared_norms(rows: Tensor, columns: Tensor) -> Tensor:

@@ -90,29 +90,13 @@ def test_weighted_sums_are_sums_over_observations(restarts, count):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [((9,), ()), ((3, 5), (3, 1)), ((5,), (2, 1))])
-@pytest.mark.parametrize("strip", [1, 2, 3])
-def test_squared_norms_leave_out_zeros_at_the_end(rows, columns, strip, monkeypatch):
-    x, c = operands(rows, columns, (2, 5))
-    c = torch.nn.functional.pad(c.detach(), (0, 3))
-    c = c.index_fill(-2, torch.tensor(4), 0.0).tril(1 if strip < 3 else -1).requires_grad_()
-    x = torch.nn.functional.pad(x.detach(), (0, 3), value=2.0).requires_grad_()
-    weight = torch.rand_like(squared_norms(x, c).detach())
-    results = []
-    for size in (100, strip):
-        monkeypatch.setattr(products, "STRIP", size)
-        found = squared_norms(x, c)
-        results.append((found, *torch.autograd.grad((found * weight).sum(), (x, c))))
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 7])
 @pytest.mark.parametrize("restarts", [1, 3])
 def test_second_moments_are_sums_of_outer_products_about_the_origin(
     restarts, count, certain, monkeypatch
 ):
-    monkeypatch.setattr(products, "STRIP", 3)
+    monkeypatch.setattr(products, "LONG", 3)
     torch.manual_seed(0)
     weights, values, about = torch.rand(restarts, count, 2), torch.randn(count, 3), torch.randn(3)
     if certain:  # all but some, and all of a state

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..._checks import check_range
 from ..._choices import MILLISECOND, SIDE_BY_SIDE
 from .._numba_math import call, copy, kernel, run, share, u64
 from . import _backward, _forward
@@ -89,12 +90,7 @@ def _symbols(chain: Groups) -> tuple[np.ndarray, np.ndarray, int]:
     """Flat memory of the symbols with its strides; V where symbols are missing."""
     assert chain.symbols is not None
     codes, count = chain.symbols.to(torch.long), chain.logs.size(-1)
-    low, high = (end.item() for end in torch.aminmax(codes))
-    if low < 0 or high >= count:
-        raise ValueError(
-            f"symbols must lie between 0 and V - 1 = {count - 1}, with V that of log_symbols; got "
-            f"{low} to {high}. Do they begin at one? Subtract 1."
-        )
+    check_range("symbols", codes, count, "V - 1", "Do they begin at one? Subtract 1.")
     return _flat(codes if chain.known is None else codes.masked_fill(~chain.known, count))
 
 
