@@ -23,6 +23,7 @@ from .._checks import (
     broadcast_shapes,
     check_broadcast,
     check_floats,
+    check_kind,
     check_size,
     check_tensor,
     check_trailing,
@@ -413,11 +414,8 @@ class AutoregressiveNormal(Autoregressive):
         history: Tensor | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        if not isinstance(base, MultivariateNormal):
-            raise TypeError(
-                f"base must be a MultivariateNormal; got {type(base).__name__}. Build one by "
-                "MultivariateNormal(loc, covariance)."
-            )
+        cure = "Build one by MultivariateNormal(loc, covariance)."
+        check_kind("base", base, MultivariateNormal, "a MultivariateNormal", cure)
         check_floats("weights", weights)
         dim = base.event_shape[0]
         check_trailing("weights", weights, (dim, dim), "(K, L, D, D)", "D is that of base.")
