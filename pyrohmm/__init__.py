@@ -42,7 +42,7 @@ Fits, each of which returns a ``Fit``:
 ``fit_cooccurrence``  counts of neighbours: ``CooccurrenceModel``
 ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``, ``markov_sample``, ``scale_priors``
                   a module as a Pyro model; ``DiversityPrior`` and others of its HMM
-``merge_states``, ``split_state``  another number of states; ``Restarts`` of a fit
+``merge_states``, ``split_state``  another number of states; ``Restarts`` of a fit; ``starts``
 
 Afterwards:
 
@@ -54,7 +54,8 @@ Afterwards:
 ``metrics``, ``queries``, ``plots``  perplexity, BIC, cross-validation; imputation, k best; pictures
 ``Filter``        online, step by step
 ``PosteriorDraws``, ``to_arviz``  samples with aligned states, for ArviZ
-``save``, ``load_fit``, ``load_hmm``, ``load_into``, ``load_draws``  files that cannot run code
+``save``, ``load_fit``, ``load_hmm``, ``load_into``, ``load_draws``, ``load_formulas``  files that
+                  cannot run code
 ``from_hmmlearn``, ``to_hmmlearn``, ``from_ctrlg``, ``to_ctrlg``
 ``LanguageModel``  of text; ``python -m pyrohmm.language``
 """
@@ -123,6 +124,7 @@ from .io.conversion import from_ctrlg as from_ctrlg
 from .io.conversion import from_hmmlearn as from_hmmlearn
 from .io.conversion import to_ctrlg as to_ctrlg
 from .io.conversion import to_hmmlearn as to_hmmlearn
+from .io.persistence import load_formulas as load_formulas
 from .io.persistence import load_hmm as load_hmm
 from .io.persistence import load_into as load_into
 from .io.persistence import save as save
@@ -185,4 +187,5 @@ from .ops import blocks as blocks
 from .ops import recursions as recursions
 from .ops.recursions import Posterior as Posterior
 
-__all__ = [n for n, x in vars().items() if n[0] != "_" and callable(x)]  # no module
+__all__ = [n for n, x in vars().items() if n[0] != "_" and callable(x)]
+__all__ += ["metrics", "plots", "queries", "starts"]  # no other module

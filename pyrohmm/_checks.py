@@ -37,7 +37,8 @@ SYNONYMS = [  # names of one argument, here and elsewhere
         "num_states n_components n_states num_components K",
         "num_iterations n_iter max_iter steps num_steps iterations epochs num_epochs n_epochs",
         "learning_rate lr", "tolerance tol", "restarts n_restarts n_init", "progress verbose",
-        "num_samples n_samples num_draws size", "num_chains n_chains", "start init init_params",
+        "num_samples n_samples num_draws draws size", "start init init_params",
+        "warmup burn_in burnin tune warmup_steps num_warmup", "num_chains n_chains",
         "elbo loss num_particles", "generator seed random_state", "batch_size batchsize",
         "emission emissions observations obs", "num_symbols n_symbols vocab_size n_features V",
         "dim n_features num_features embedding_dim D", "hidden_dim hidden_size n_hidden",
@@ -52,13 +53,19 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 WORDS = {  # by which models are asked elsewhere: what a fit, and what its HMM has for it
     word: meant
     for words, *meant in (
-        ("states viterbi decode predict most_likely_states", "predict(data)", "viterbi"),
+        ("states viterbi decode predict most_likely_states", "fit.predict(data)", "viterbi"),
         ("transform posterior posteriors state_probs score_samples predict_proba smoother",
-         "predict_proba(data)", "posterior"),
-        ("log_prob log_likelihood log_evidence loglik score", "score(data)", "log_prob"),
-        ("transmat_ transition", "hmm(data).log_transition.exp()", "log_transition.exp()"),
-        ("startprob_ initial", "hmm(data).log_initial.exp()", "log_initial.exp()"),
-        ("means_", "hmm(data).emission.mean", "emission.mean"), ("params", "parameters", ""),
+         "fit.predict_proba(data)", "posterior"),
+        ("log_prob log_likelihood log_evidence loglik score", "fit.score(data)", "log_prob"),
+        ("transmat_ transition transition_matrix", "fit.hmm(data).log_transition.exp()",
+         "log_transition.exp()"),
+        ("startprob_ initial", "fit.hmm(data).log_initial.exp()", "log_initial.exp()"),
+        ("means_", "fit.hmm(data).emission.mean", "emission.mean"),
+        ("params", "parameters", ""), ("save to_file", "save(fit, directory)", ""),
+        ("plot plots", "plots.transition(fit.hmm(data)), or another of pyrohmm.plots", ""),
+        ("aic", "metrics.aic(fit, data)", ""), ("bic", "metrics.bic(fit, data)", ""),
+        ("perplexity", "metrics.perplexity(fit, data)", ""), ("report", "report(fit, data)", ""),
+        ("draws", "PosteriorDraws.of(fit)", ""), ("filter", "Filter(fit.hmm(data[:1]))", ""),
     )
     for word in words.split()
 }  # fmt: skip
@@ -125,11 +132,15 @@ def names_checked(function: Checked) -> Checked:
     return call  # type: ignore[return-value]
 
 
-def all_names_checked(module: dict[str, Any]) -> None:
-    """Let the public functions in the globals of a module suggest names: its last line."""
-    for name, value in list(module.items()):
-        if inspect.isfunction(value) and value.__module__ == module["__name__"] and name[0] != "_":
-            module[name] = names_checked(value)
+def all_names_checked(module: dict[str, Any], *others: Any) -> None:
+    """Let the public functions in the globals of a module suggest names: its last line.
+
+    ``dir`` of the module shows them, its classes and ``others``.
+    """
+    own = [x for x in module.values() if getattr(x, "__module__", "") == module["__name__"]]
+    public = {x.__name__: x for x in (*own, *others) if x.__name__[0] != "_"}
+    module["__dir__"] = lambda: list(public)
+    module |= {n: names_checked(x) for n, x in public.items() if inspect.isfunction(x)}
 
 
 def check_kind(

@@ -39,9 +39,10 @@ from ..infer.plates import (
     wide,
 )
 from ..infer.replicates import match_states
-from ..infer.results import Fit
+from ..infer.results import Fit, formatted
 from ..infer.sampled import SampledFit, summary_of
 from ..io.files import FilePath, grouped, read_directory
+from ..io.persistence import describe
 from ..nn.base import PYRO, in_mode
 
 GUIDE = "independent samples of a guide: there are no chains that could disagree"
@@ -177,10 +178,6 @@ class PosteriorDraws:
             text = f"parameters must have shape (C, S, ...), chains first; they begin with {shapes}"
             raise ValueError(f"{text}. Add a chain by unsqueeze(0).")
 
-    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and metadata that :func:`pyrohmm.save` writes."""
-        return _saved(self)
-
     @classmethod
     @names_checked
     def of(
@@ -244,7 +241,11 @@ class PosteriorDraws:
 
     def summary(self) -> str:
         """Summary as text: whether chains agree; of a guide, a table of at most 100 entries."""
-        return "\n".join((_table if "log_guide" in self.stats else summary_of)(self.parameters))
+        if "log_guide" not in self.stats:
+            return "\n".join(summary_of(self.parameters))
+        table = table_of(self.parameters, (0.05, 0.5, 0.95))
+        rows = formatted({name: column[:MOST] for name, column in table.items()})
+        return "\n".join([GUIDE, *rows])
 
     # Samples as HMMs
 
@@ -524,22 +525,17 @@ def _of_new(
     return {name: torch.stack([row[name] for row in rows]) for name in plates}
 
 
-def _table(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Lines with mean, standard deviation and quantiles of variables ``(C, S, ...)``."""
+def table_of(parameters: Mapping[str, Tensor], probs: Sequence[float]) -> dict[str, list[Any]]:
+    """Columns of means, standard deviations and quantiles of variables ``(C, S, ...)``."""
     flat = {name: value.flatten(0, 1).double() for name, value in parameters.items()}
-    table = columns_of({
+    return columns_of({
         name: {"mean": x.mean(0), "sd": x.std(0)}
-        | {f"{q:.0%}": quantile(x, q) for q in (0.05, 0.5, 0.95)} for name, x in flat.items()
+        | {f"{100 * q:g}%": quantile(x, q) for q in probs} for name, x in flat.items()
     })  # fmt: skip
-    names = table.pop("parameter")[:MOST]
-    wide = max(map(len, names))
-    text = [GUIDE, f"{'':{wide}}" + "".join(f"{name:>11}" for name in table)]
-    rows = zip(names, zip(*table.values()))
-    text += [f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in row) for name, row in rows]
-    return text
 
 
-def _saved(draws: PosteriorDraws) -> tuple[dict[str, Tensor], dict[str, Any]]:
+@describe.register
+def _(draws: PosteriorDraws) -> tuple[dict[str, Tensor], dict[str, Any]]:
     marks = {} if draws.marks is None else {"": draws.marks}
     parts = {"parameters": draws.parameters, "stats": draws.stats, "marks": marks}
     tensors = {f"{part}.{n}": x for part, all_of in parts.items() for n, x in all_of.items()}

@@ -17,7 +17,6 @@ import numpy as np
 import pyro
 import torch
 from pyro import poutine
-from pyro.ops.stats import quantile
 from scipy.special import chdtrc
 from torch import Tensor
 
@@ -33,7 +32,7 @@ from ..infer.results import Fit, model_name
 from ..infer.sampled import SampledFit
 from ..nn.base import HMMModule
 from . import metrics, plots
-from .draws import PosteriorDraws
+from .draws import PosteriorDraws, table_of
 from .plot_axes import axes_or_new, square
 from .queries import pseudo_residuals
 
@@ -482,7 +481,8 @@ def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
     except (ValueError, TypeError, NotImplementedError) as error:
         text = f"<p>Without intervals: {escape(str(error))}</p>"
         columns = columns_of({name: {"estimate": v} for name, v in fit.parameters.items()})
-    heads = {"std_error": "standard error", "lower": "2.5 %", "upper": "97.5 %"}
+    heads = {"std_error": "standard error", "sd": "standard deviation"}
+    heads |= {"lower": "2.5%", "upper": "97.5%"}
     rows = [
         [name.removeprefix("module."), *(f"{x:.4g}".replace("nan", "fixed") for x in numbers)]
         for name, *numbers in zip(*columns.values())
@@ -500,11 +500,7 @@ def _posterior(draws: PosteriorDraws, data: Sequences) -> tuple[dict[str, list[A
         text = f"<p>States as each sample numbers them: {escape(str(error))}</p>"
     if draws.shape[0] > 1 and draws.shape[1] > 3:
         text += _preformatted(draws.summary())
-    parts, heads = {}, ("mean", "standard deviation", "lower", "upper")
-    for name, value in draws.parameters.items():
-        flat = value.double().flatten(0, 1)
-        parts[name] = dict(zip(heads, (flat.mean(0), flat.std(0), *quantile(flat, [0.025, 0.975]))))
-    return columns_of(parts), text
+    return table_of(draws.parameters, (0.025, 0.975)), text
 
 
 def _transitions(hmm: HMM, data: Sequences) -> str:

@@ -509,4 +509,4 @@ def _names_of(states: Tensor, names: Sequence[str] | None) -> list[str]:
     return names_or_numbers(names, most + 1 if names is None else len(names), "state ")
 
 
-all_names_checked(globals())
+all_names_checked(globals(), bands, emission)

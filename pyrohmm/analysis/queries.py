@@ -492,4 +492,7 @@ def _conditional_cdf(hmm: HMM, values: Tensor, weights: Tensor) -> list[Tensor]:
     return limits
 
 
-all_names_checked(globals())
+all_names_checked(
+    globals(), dwell_counts, dwell_time_hazard, dwell_time_log_prob, dwell_time_log_survival,
+    dwell_time_mean, prevalence, segments,
+)  # fmt: skip

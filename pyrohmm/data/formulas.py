@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.interpolate import BSpline
+from torch.utils._pytree import tree_map
 
-from .._checks import check_size
+from .._checks import check_positive_number, check_size
 from .._imports import imported
 
 Frame = Any  # a DataFrame of pandas or polars, or a dict of columns
@@ -42,30 +44,43 @@ class Design:
     Attributes:
         names: Of all columns, in the order of the covariates; a column that several parts read is
             there once.
+        parts: Of each part the ``formula``, its ``columns``, and numbers and levels of factors from
+            the table: plain data, which :func:`pyrohmm.save` keeps for :func:`load_formulas`.
     """
 
-    def __init__(self, specs: Mapping[str, Any], columns: Mapping[str, list[str]]) -> None:
-        self._specs, self._columns = dict(specs), dict(columns)
-        every = [name for part in columns.values() for name in part]
+    def __init__(self, parts: Mapping[str, dict[str, Any]]) -> None:
+        self.parts = dict(parts)
+        every = [name for part in parts.values() for name in part["columns"]]
         self.names = list(dict.fromkeys(every))
+
+    def __repr__(self) -> str:
+        texts = [f"{name}={part['formula']!r}" for name, part in self.parts.items()]
+        return f"Design({', '.join(texts)}; columns {', '.join(self.names)})"
 
     def __getitem__(self, part: str) -> Columns:
         """Covariate columns of a part of the model, by its name in :func:`formulas`."""
-        names = self._columns[part]
+        names = self.parts[part]["columns"]
         return Columns(tuple(names), tuple(self.names.index(name) for name in names))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
+        return iter(self.parts)
 
-    def matrix(self, frame: Frame) -> np.ndarray:
+    def matrix(self, frame: Frame, *parts: str) -> np.ndarray:
         """Design matrix ``(M, C)`` of a table of M rows, such as one to predict at.
 
         Centres, knots and levels of factors are those of the table that the design was made from.
 
+        Args:
+            frame: A DataFrame, or a dict of columns.
+            *parts: Of the model, that are to be predicted: columns that none of them reads are
+                zero, and ``frame`` need not have what they are made of. By default all.
+
         Raises:
             ValueError: If a column is missing, has missing values, or a level that was not there.
         """
-        return np.stack(list(self._read(_pandas(frame)).values()), -1)
+        frame = _pandas(frame)
+        found = dict.fromkeys(self.names, np.zeros(len(frame))) | self._read(frame, *parts)
+        return np.stack(list(found.values()), -1)
 
     def table(self, frame: Frame) -> dict[str, Any]:
         """Columns of a table and of its design matrix, by name.
@@ -75,11 +90,11 @@ class Design:
         frame = _pandas(frame)
         return {name: frame[name] for name in frame.columns} | self._read(frame)
 
-    def _read(self, frame: Any) -> dict[str, np.ndarray]:
+    def _read(self, frame: Any, *parts: str) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
-        for part, spec in self._specs.items():
-            found |= _columns_of(part, spec, frame)
-        return {name: found[name] for name in self.names}
+        for name in parts or self.parts:
+            found |= _columns_of(name, self.parts[name], frame)
+        return found
 
 
 def formulas(frame: Frame, **parts: str) -> Design:
@@ -111,7 +126,7 @@ def formulas(frame: Frame, **parts: str) -> Design:
     """
     formulaic = imported("formulaic")  # pip install 'pyrohmm[formulas]'
     table = _pandas(frame)
-    specs, columns = {}, {}
+    found: dict[str, dict[str, Any]] = {}
     for part, text in parts.items():
         try:
             _check_times(text, table)
@@ -123,9 +138,13 @@ def formulas(frame: Frame, **parts: str) -> Design:
                 f"formula of {part} must be as '~ dose', one-sided; got {text!r}. Leave out what "
                 "is before ~."
             )
-        specs[part], columns[part] = matrix.model_spec, list(matrix.columns)
-        _check_rank(part, _columns_of(part, matrix.model_spec, table))
-    return Design(specs, columns)
+        spec = matrix.model_spec
+        about = {"formula": text, "columns": [*matrix.columns], "state": spec.transform_state}
+        coded = spec.encoder_state.items()
+        about["levels"] = {n: x["categories"] for n, (_, x) in coded if "categories" in x}
+        found[part] = tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, about)
+        _check_rank(part, _columns_of(part, found[part], table))
+    return Design(found)
 
 
 def _check_times(text: str, table: Any) -> None:
@@ -140,8 +159,7 @@ def _check_times(text: str, table: Any) -> None:
 def cyclic(values: Any, period: float, order: int = 1) -> Any:
     """Sines and cosines of ``values`` over ``period``, for each order from 1 to ``order``."""
     check_size("order", order)
-    if not period > 0:
-        raise ValueError(f"period must be positive; got {period}.")
+    check_positive_number("period", period)
     angle = 2 * np.pi * np.asarray(values, dtype=float) / period
     waves = {}
     for n in range(1, order + 1):
@@ -164,8 +182,8 @@ def smooth(
         period: Of a cyclic spline.
     """
     check_size("size", size, 4)
-    if period is not None and not period > 0:
-        raise ValueError(f"period must be positive; got {period}.")
+    if period is not None:
+        check_positive_number("period", period)
     x = np.asarray(values, dtype=float)
     if not np.isfinite(x).all():
         text = f"smooth needs finite values; {int((~np.isfinite(x)).sum())} are missing or infinite"
@@ -208,13 +226,20 @@ def _pandas(frame: Frame) -> Any:
     return frame
 
 
-def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
+def _columns_of(part: str, known: dict[str, Any], frame: Any) -> dict[str, np.ndarray]:
     """Design columns of one part for a table, by the centres, knots and levels of the first one."""
+    factor = imported("formulaic.parser.types").Factor.Kind.CATEGORICAL
+    levels = {name: (factor, {"categories": each}) for name, each in known["levels"].items()}
+    state = {"transform_state": copy.deepcopy(known["state"]), "encoder_state": levels}
+    spec = imported("formulaic").ModelSpec(known["formula"], na_action="ignore", **state)
     with warnings.catch_warnings(action="error"):  # of a level that was not there
         try:
             matrix = spec.get_model_matrix(frame, context=_terms())
         except Exception as error:
             raise ValueError(f"the table does not fit the formula of {part}: {error}") from error
+    if [*matrix.columns] != known["columns"] or matrix.model_spec.transform_state != known["state"]:
+        text = f"columns of {part} must be {', '.join(known['columns'])}, as in the first table"
+        raise ValueError(f"{text}; got {', '.join(matrix.columns)}. Give columns of the same kind.")
     values = {name: np.asarray(matrix[name], dtype=float) for name in matrix.columns}
     lost = [name for name, column in values.items() if not np.isfinite(column).all()]
     if lost or len(matrix) != len(frame):

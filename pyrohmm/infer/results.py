@@ -1,12 +1,11 @@
-"""Results of a fit: the fitted model, its restarts, tables of estimates, and files."""
+"""Results of a fit: the fitted model, its restarts, and tables of estimates."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -14,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide
 from pyro.ops.stats import quantile
-from torch import Tensor, nn
-from torch.distributions import biject_to, constraints
+from torch import Tensor
+from torch.distributions import constraints
 
 from .._checks import WORDS, check_kind, check_probs, check_size
 from ..data.sequences import Sequences, check_sequences
@@ -26,8 +24,6 @@ from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
-from ..io.files import kinds
-from ..io.persistence import describe
 from ..nn.base import PYRO, in_mode
 from ..ops.backends import advise_numba
 from .bands import Bands, predictions
@@ -40,7 +36,6 @@ from .plates import (
     SequencePlate,
     check_fitted,
     hmm_at,
-    outside_modules,
     repeatable,
     samples_of,
     wide,
@@ -55,7 +50,6 @@ WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 COLUMNS = ("estimate", "std_error", "lower", "upper")  # of a table of parameters
 NONE = 1e-6  # limits this near to zero and one say nothing
 FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
-CODE = "model", "guide", "params", "supports", "restarts"  # of a fit, that no file holds
 
 
 @dataclass(repr=False)
@@ -308,49 +302,13 @@ class Fit:
     if not TYPE_CHECKING:  # which knows the attributes there are
 
         def __getattr__(self, name: str) -> Any:
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}."
             near = get_close_matches(name, dir(type(self)) + list(self.__dict__), 1)
-            if name in WORDS:
-                text += f". Did you mean fit.{WORDS[name][0]}?"
-            elif not name.startswith("_") and hasattr(HMM, name):
-                text += f". It is one of the HMM: fit.hmm(data).{name}"
-            elif near and not name.startswith("_"):
-                text += f". Did you mean {near[0]}?"
-            raise AttributeError(
-                f"{text}{'' if text.endswith('?') else '.'} Queries take an HMM: fit.hmm(data)"
-            )
-
-    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors and metadata that :func:`pyrohmm.save` writes, with the HMM if there is one."""
-        parts, about = code_of(self)
-        parts["coordinates"] = coordinates_of(self)
-        about |= {name: str(tuple(self.parameters[name].shape)) for name in self.names}
-        meta: dict[str, Any] = {"kind": "fit", "class": type(self).__name__, "code": about}
-        for name in [each.name for each in fields(self) if each.name not in CODE]:
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                parts[name] = {"": value}
-            elif isinstance(value, dict) and all(isinstance(x, Tensor) for x in value.values()):
-                parts[name] = value
-            else:
-                meta[name] = value
-        try:
-            parts["hmm"], meta["hmm"] = describe(self._one_hmm())
-        except TypeError as error:
-            meta["hmm"] = str(error)
-        tensors = {f"{part}.{n}": x for part, all_of in parts.items() for n, x in all_of.items()}
-        return tensors, json.loads(json.dumps(meta | {"order": list(tensors)}))
-
-    def _one_hmm(self) -> HMM:
-        """The fitted HMM, of one step; raises TypeError if there is none for all data."""
-        if getattr(self.model, "module", None) is not None and not self.plates:
-            try:
-                hmm = self.hmm(Sequences(torch.zeros(1, 1), torch.tensor([1])))
-            except ValueError as error:
-                raise TypeError(str(error)) from None
-            if not (hmm.transition_per_step or hmm.emission_per_step):
-                return hmm
-        raise TypeError("its model is a function of the data.")
+            if name in WORDS or (near and name[0] != "_"):
+                text += f" Did you mean {WORDS.get(name, near)[0]}?"
+            if hasattr(HMM, name) or name in ("chain", "lengths"):
+                text += f" Queries take an HMM: fit.hmm(data).{name}"
+            raise AttributeError(text)
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
         """Fitted HMMs, one for each part of some data."""
@@ -632,29 +590,6 @@ def check_fit(fit: object) -> None:
     """Raise unless ``fit`` is a :class:`Fit`."""
     cure = "Data, where they are wanted, come after it."
     check_kind("fit", fit, Fit, "a Fit, such as fit_em returns", cure)
-
-
-# Files --------------------------------------------------------------------------------------------
-
-
-def code_of(fit: Fit) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
-    """Parameters that the code of a fit holds, by part and name; classes and shapes of them."""
-    code = {"model": fit.model} | ({"guide": fit.guide} if fit.method == "SVI" else {})
-    state = {n: part.state_dict() for n, part in code.items() if isinstance(part, nn.Module)}
-    if fit.method != "Laplace":  # whose points are all in its parameters
-        state["params"] = outside_modules(fit.params, fit.model, fit.guide)["params"]
-    parts = {name: getattr(part, "module", None) or part for name, part in code.items()}
-    about = {f"class of {name}": type(part).__qualname__ for name, part in parts.items()}
-    for name, held in state.items():
-        about |= {f"{name}: {n}": kind for n, kind in kinds(held).items()}
-    return state, about
-
-
-def coordinates_of(fit: Fit) -> dict[str, Tensor]:
-    """Unconstrained coordinates in which an autoguide of SVI is, at the parameters."""
-    if fit.method != "SVI" or not isinstance(fit.guide, AutoGuide):
-        return {}
-    return {name: biject_to(fit.supports[name]).inv(fit.parameters[name]) for name in fit.names}
 
 
 # Tables -------------------------------------------------------------------------------------------

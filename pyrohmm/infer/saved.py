@@ -1,8 +1,10 @@
-"""Fits from files: what a file holds of a fit, and the code it is given."""
+"""Fits in files: what a file holds of a fit, and how it is read back, for code that is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,13 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer import autoguide
+from torch import Tensor, nn
+from torch.distributions import biject_to
 
 from ..data.sequences import Sequences, check_sequences
+from ..distributions.hmm import HMM
 from ..io.files import TENSORS, FilePath, grouped, kinds, read_directory
-from ..io.persistence import check_same
+from ..io.persistence import check_same, describe
 from ..nn.base import PYRO, HMMModule, in_mode
 from .descent import Validation
 from .laplace import LaplaceFit
@@ -22,13 +27,63 @@ from .models import MarginalModel, to_model_device
 from .objective import is_enumerated, latent_sites
 from .plates import Point, SequencePlate, outside_modules, repeatable
 from .process_group import ProcessGroup
-from .results import CODE, Fit, code_of, coordinates_of
+from .results import Fit
 from .sampled import SampledFit
 from .training import scaled_priors
 
+CODE = "model", "guide", "params", "supports", "restarts"  # of a fit, that no file holds
 GUIDES = (  # that a file may name, built for the model alone
     "AutoNormal AutoDiagonalNormal AutoMultivariateNormal AutoLowRankMultivariateNormal AutoDelta"
 ).split()
+
+
+@describe.register
+def _(fit: Fit) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Of a fit: its fields, parameters that its code holds, and its HMM if there is one."""
+    code, classes = _code(fit)
+    parts: dict[str, Any] = code | {"coordinates": _coordinates(fit)}
+    meta: dict[str, Any] = {"kind": "fit", "class": type(fit).__name__, "code": classes}
+    for name in [each.name for each in fields(fit) if each.name not in CODE]:
+        value = getattr(fit, name)
+        if isinstance(value, Tensor):
+            parts[name] = {"": value}
+        elif isinstance(value, dict) and all(isinstance(x, Tensor) for x in value.values()):
+            parts[name] = value
+        else:
+            meta[name] = value
+    try:
+        parts["hmm"], meta["hmm"] = describe(_one_hmm(fit))
+    except TypeError as error:
+        meta["hmm"] = str(error)
+    tensors = {f"{part}.{name}": x for part, held in parts.items() for name, x in held.items()}
+    return tensors, json.loads(json.dumps(meta | {"order": list(tensors)}))
+
+
+def _code(fit: Fit) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """Parameters that the code of a fit holds, by part and name; its classes, or of the module."""
+    code = {"model": fit.model} | ({"guide": fit.guide} if fit.method == "SVI" else {})
+    state = {n: part.state_dict() for n, part in code.items() if isinstance(part, nn.Module)}
+    if fit.method != "Laplace":  # whose points are all in its parameters
+        state["params"] = outside_modules(fit.params, fit.model, fit.guide)["params"]
+    held = {name: getattr(part, "module", None) or part for name, part in code.items()}
+    return state, {f"class of {name}": type(part).__qualname__ for name, part in held.items()}
+
+
+def _coordinates(fit: Fit) -> dict[str, Tensor]:
+    """Unconstrained coordinates in which an autoguide of SVI is, at the parameters."""
+    if fit.method != "SVI" or not isinstance(fit.guide, autoguide.AutoGuide):
+        return {}
+    return {name: biject_to(fit.supports[name]).inv(fit.parameters[name]) for name in fit.names}
+
+
+def _one_hmm(fit: Fit) -> HMM:
+    """The fitted HMM, of one step; raises TypeError if there is none for all data."""
+    if getattr(fit.model, "module", None) is not None and not fit.plates:
+        with suppress(ValueError):  # such as that there are no covariates
+            hmm = fit.hmm(Sequences(torch.zeros(1, 1), torch.tensor([1])))
+            if not (hmm.transition_per_step or hmm.emission_per_step):
+                return hmm
+    raise TypeError("its model is a function of the data.")
 
 
 def load_fit(
@@ -82,7 +137,14 @@ def _loaded(
     data = to_model_device(model, guide, data)
     kind = {each.__name__: each for each in (Fit, LaplaceFit, SampledFit)}[meta["class"]]
     parts = grouped(tensors)
-    given = _fields(kind, parts, meta, data.device)
+    own = [each.name for each in fields(kind) if each.name not in CODE]
+    given: dict[str, Any] = {"parameters": {}} | {name: meta[name] for name in own if name in meta}
+    given |= {name: parts[name].get("", parts[name]) for name in own if name in parts}
+    for name in {"parameters", "chains"} & given.keys():
+        given[name] = {n: value.to(data.device) for n, value in given[name].items()}
+    plates = given.get("plates", {}).items()
+    given["plates"] = {name: SequencePlate(*plate) for name, plate in plates}
+    given["validation"] = [Validation(*past) for past in meta["validation"]]
     values = given["parameters"]
     if given["method"] != "SVI":
         guide = Point({name: values[name] for name in given["names"]})
@@ -101,36 +163,21 @@ def _loaded(
         guide(data)
     supports, params = latent_sites(trace)[0], outside_modules(params, model, guide)
     fit = kind(model=model, guide=guide, params=params, supports=supports, **given)
-    state, here = code_of(fit)
-    known = trace.nodes.keys() & {*supports, *fit.names}
+    state, here = _code(fit)
+    there, known = dict(meta["code"]), trace.nodes.keys() & {*supports, *fit.names}
     here |= {name: str(tuple(trace.nodes[name]["value"].shape)) for name in known}
-    there = {name: kind for name, kind in meta["code"].items() if name.startswith("class of ")}
     there |= {name: str(tuple(values[name].shape)) for name in fit.names}
     for part in ("model", "guide", "params"):
-        there |= {f"{part}: {name}": kind for name, kind in kinds(parts.get(part, {})).items()}
+        for names, all_of in ((here, state), (there, parts)):
+            names |= {f"{part}: {name}": kind for name, kind in kinds(all_of.get(part, {})).items()}
     check_same(directory, there, here, "what is given")
-    found = coordinates_of(fit)
+    found = _coordinates(fit)
     for name, value in parts.get("coordinates", {}).items():
         if not torch.allclose(found[name].cpu(), value, 1e-4, 1e-6):
             text = f"the prior of {name!r} has the unit of the data, and these are in another"
             raise ValueError(f"{text}. Give the sequences that were fitted.")
-    for part, held in state.items():
-        saved = parts.get(part, {})
-        if part == "params":
+    with torch.no_grad():
+        for part, held in state.items():
             for name, value in held.items():
-                value.data.copy_(saved[name])
-        else:
-            getattr(fit, part).load_state_dict(saved)
+                value.copy_(parts[part][name])
     return fit
-
-
-def _fields(kind: Any, parts: Mapping[str, Any], meta: Any, device: Any) -> dict[str, Any]:
-    """The fields of a fit that are in its file."""
-    own = [each.name for each in fields(kind) if each.name not in CODE]
-    given = {name: meta[name] for name in own if name in meta}
-    given |= {name: parts[name].get("", parts[name]) for name in own if name in parts}
-    for name in {"parameters", "chains"} & given.keys():
-        given[name] = {n: value.to(device) for n, value in given[name].items()}
-    plates = given.get("plates", {}).items()
-    given |= {"plates": {name: SequencePlate(*plate) for name, plate in plates}}
-    return {"parameters": {}} | given | {"validation": [Validation(*v) for v in meta["validation"]]}

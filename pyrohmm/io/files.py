@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributions.utils import lazy_property
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
+from .._checks import check_kind
 from ..data.parts import Parts
 from ..data.readers import FilePath
 from ..data.sequences import Sequences
@@ -47,7 +48,7 @@ TENSORS = "tensors.safetensors"
 READABLE = "pyrohmm.json"
 KINDS = {
     "hmm": "load_hmm", "module": "load_into", "draws": "load_draws", "fit": "load_fit",
-    "language model": "LanguageModel.load",
+    "formulas": "load_formulas", "language model": "LanguageModel.load",
 }  # fmt: skip
 
 
@@ -123,10 +124,7 @@ def _to_bytes(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
     """Serialise tensors and plain data to safetensors, with a checksum."""
     ready = {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{name} must be a tensor; got {type(tensor).__name__}. Call torch.as_tensor."
-            )
+        check_kind(name, tensor, Tensor, "a tensor", "Call torch.as_tensor.")
         ready[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     if json.loads(json.dumps(meta, allow_nan=False)) != meta:
         text = "meta must be plain data of JSON: lists and string keys, no tuples"
@@ -319,7 +317,7 @@ class Checkpoint:
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         numbers = self._random()
         try:
-            state = _unpack(json.loads(text), saved)
+            state = unpack(json.loads(text), saved)
             restore(state)
             self._set_random(state["random"])
         except Exception as error:
@@ -361,7 +359,7 @@ class Checkpoint:
     def save(self, state: dict[str, Any]) -> None:
         """Replace the file by one of ``state``: nested dicts and lists of tensors and numbers."""
         start_time, tensors = time.perf_counter(), dict[str, Tensor]()
-        packed = json.dumps(_pack(state | {"random": self._random()}, tensors))  # infinity as well
+        packed = json.dumps(pack(state | {"random": self._random()}, tensors))  # infinity as well
         meta = {"kind": "checkpoint", "version": FIT_VERSION, "identity": self.identity}
         try:
             write_tensors(self.path, tensors, meta | {"state": packed})
@@ -379,7 +377,7 @@ class Checkpoint:
             generator.set_state(numbers)
 
 
-def _pack(state: Any, tensors: dict[str, Tensor]) -> Any:
+def pack(state: Any, tensors: dict[str, Tensor]) -> Any:
     """Flatten a nested state: numbers and structure for JSON, tensors put into ``tensors``."""
     leaves, form = tree_flatten(state)
     for number, leaf in enumerate(leaves):
@@ -387,13 +385,13 @@ def _pack(state: Any, tensors: dict[str, Tensor]) -> Any:
             tensors[str(number)], leaves[number] = leaf, None
         elif leaf is not None and not isinstance(leaf, bool | int | float | str):
             raise TypeError(
-                f"a checkpoint can hold tensors, numbers and text; got {type(leaf).__name__}. "
-                "Choose an optimizer and a schedule whose state_dict() holds nothing else."
+                f"a file can hold tensors, numbers and text; got {type(leaf).__name__}. Choose an "
+                "optimizer and a schedule whose state_dict(), or factors whose levels are no more."
             )
     return [leaves, treespec_dumps(form)]
 
 
-def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
     """Restore a nested state from JSON structure and tensors."""
     leaves, form = packed
     both = [tensors.get(str(number), leaf) for number, leaf in enumerate(leaves)]

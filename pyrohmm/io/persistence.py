@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import singledispatch
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from pyro.distributions.torch_distribution import TorchDistribution, TorchDistri
 from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs
 
+from .._checks import check_kind
 from ..chains.base import Chain
 from ..chains.compound import ProductChain, SecondOrderChain
 from ..chains.markov import MarkovChain
 from ..chains.rates import RateChain
 from ..chains.semi_markov import SemiMarkovChain
+from ..data.formulas import Design
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hard_zeros import (
@@ -32,7 +35,16 @@ from ..nn.family import FAMILIES
 from ..nn.normals import CentredEmission
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.states import Blocks
-from .files import TENSORS, FilePath, grouped, kinds, read_directory, write_directory
+from .files import (
+    TENSORS,
+    FilePath,
+    grouped,
+    kinds,
+    pack,
+    read_directory,
+    unpack,
+    write_directory,
+)
 
 # Every class that is ever built from a file, besides what emission families emit: by calling it
 # with tensors, integers, booleans, and distributions. Programs may add their own.
@@ -50,15 +62,16 @@ BUILT_FROM: set[type] = {
 
 
 def save(thing: Any, directory: FilePath) -> None:
-    """Save an HMM, a fit or a module to a directory, in place of what was saved there before.
+    """Save an HMM, a fit, a module or a design to a directory, in place of what was there before.
 
     Of a module its ``state_dict()`` is saved, not its code: :func:`load_into` puts it into a module
     that was built in the same way. Variables that have a prior are no part of it: save the fit.
     A fit is saved with its guide or its chains: see :func:`load_fit`. Of a fit whose HMM does not
     depend on data, and of an estimator, the HMM is saved too, for other data
     ``load_hmm(directory).with_lengths``. ``PosteriorDraws.of(fit)`` are samples of the posterior:
-    see :func:`load_draws`. An HMM is saved whole: see :func:`load_hmm`. No gradient information is
-    saved.
+    see :func:`load_draws`. An HMM is saved whole: see :func:`load_hmm`. A design of
+    :func:`formulas` is saved with its centres, knots and levels: see :func:`load_formulas`. No
+    gradient information is saved.
 
     At any moment there is the old content or the new one, whole. Links to files in the directory
     are replaced, not followed. Two files are written:
@@ -67,8 +80,8 @@ def save(thing: Any, directory: FilePath) -> None:
     Args:
         thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`SecondOrderHMM`,
             :class:`ContinuousTimeHMM` or
-            :class:`BlockHMM`; a :class:`Fit` or an estimator; :class:`PosteriorDraws`; or a
-            ``torch.nn.Module`` such as an :class:`HMMModule`.
+            :class:`BlockHMM`; a :class:`Fit` or an estimator; :class:`PosteriorDraws`; a design of
+            :func:`formulas`; or a ``torch.nn.Module`` such as an :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
@@ -131,9 +144,8 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
         >>> bool((first.weight == second.weight).all())
         True
     """
-    if not isinstance(module, nn.Module):
-        text = f"module must be a torch.nn.Module; got {type(module).__name__}"
-        raise TypeError(f"{text}. Build it as it was when saved.")
+    cure = "Build it as it was when saved."
+    check_kind("module", module, nn.Module, "a torch.nn.Module", cure)
     tensors, meta = read_directory(directory, "module")
     for path, part in module.named_modules():
         if isinstance(part, CentredEmission):
@@ -152,11 +164,9 @@ def check_same(directory: FilePath, there: dict[str, str], here: dict[str, str],
         raise ValueError(f"{Path(directory) / TENSORS} differs from {what}: {'; '.join(wrong)}.")
 
 
+@singledispatch
 def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and JSON metadata of an HMM, a fit or a module."""
-    thing = thing.to_save() if hasattr(thing, "to_save") else thing
-    if isinstance(thing, tuple):
-        return thing
+    """Tensors and JSON metadata of an HMM or a module; of fits and others where they are read."""
     if isinstance(thing, HMM) and _CHAINS.get(type(thing)) is type(thing.chain):
         return _describe_hmm(thing)
     if type(thing) is BlockHMM:
@@ -168,6 +178,37 @@ def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "Of an HMM of your own class or chain, save hmm.expanded(), the same as a Markov chain, or "
         "the module that builds it."
     )
+
+
+@describe.register
+def _(design: Design) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Of a design: plain data; its formulas are kept for comparison, as calls of functions."""
+    return {}, {"kind": "formulas", "parts": pack(design.parts, {})}
+
+
+def load_formulas(directory: FilePath, **parts: str) -> Design:
+    """Load a design that was saved, for the formulas that it is of, which are code.
+
+    Args:
+        directory: Where ``save(design, directory)`` has put it.
+        **parts: The formulas, as they were given to :func:`formulas`.
+
+    Raises:
+        FileNotFoundError: If nothing was saved there.
+        ValueError: If the files are damaged, hold something else, or have other formulas.
+
+    Example:
+        >>> table = {"dose": [0.0, 1.0, 5.0], "sex": ["f", "m", "f"]}
+        >>> directory = getfixture("tmp_path") / "design"
+        >>> save(formulas(table, loc="~ center(dose) + C(sex)"), directory)
+        >>> design = load_formulas(directory, loc="~ center(dose) + C(sex)")
+        >>> design.matrix({"dose": [2.0], "sex": ["m"]})
+        array([[1., 0., 1.]])
+    """
+    found = unpack(read_directory(directory, "formulas")[1]["parts"], {})
+    there = {name: repr(part["formula"]) for name, part in found.items()}
+    check_same(directory, there, {name: repr(text) for name, text in parts.items()}, "the call")
+    return Design(found)
 
 
 def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
@@ -196,7 +237,7 @@ def _arguments(family: type[HMM]) -> list[inspect.Parameter]:
     others = ("self", "emission", "validate_args", "num_steps", "data", *_OF_DATA)
     found = dict(inspect.signature(family.__init__).parameters)
     if "data" in found:  # those of every HMM
-        found["emission_per_step"] = inspect.signature(HMM._compose).parameters["emission_per_step"]
+        found["emission_per_step"] = inspect.signature(HMM.__init__).parameters["emission_per_step"]
     return [argument for name, argument in found.items() if name not in others]
 
 

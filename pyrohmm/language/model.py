@@ -27,7 +27,7 @@ from ..data.vocabulary import Vocabulary, word_classes
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
+from ..io.files import TENSORS, FilePath, read_directory, write_directory
 from ..nn.base import in_mode
 from ..nn.neural import LinearDropout, NeuralHMM
 from ..ops.automata import Automaton, template
@@ -388,7 +388,6 @@ class LanguageModel:
 
     def save(self, directory: FilePath) -> None:
         """Save vocabulary, blocks and parameters to a directory, as :func:`pyrohmm.save` does."""
-        check_directory(directory)
         write_directory(directory, *_saved(self))
 
     @classmethod

@@ -23,6 +23,7 @@ from ..infer.em import fit_em
 from ..infer.models import exclusive
 from ..infer.results import Fit
 from ..infer.starts import build_once
+from ..io.persistence import describe
 from ..nn.base import PYRO, HMMModule
 from ..ops.markov import stationary
 
@@ -235,11 +236,6 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         count = len(self._table(X, lengths)[0])
         return self._num_parameters() * np.log(count) - 2 * self.score(X, lengths=lengths)
 
-    def to_save(self) -> HMM:
-        """Fitted HMM of one step, which :func:`pyrohmm.save` writes."""
-        check_is_fitted(self)
-        return self._hmm(ONE)
-
     # From tables to sequences
 
     def _data(self, X: Any, lengths: Any, y: Any = None) -> Sequences:
@@ -284,6 +280,13 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     def _seed(self, random_state: Any = None) -> int:
         chosen = self.random_state if random_state is None else random_state
         return int(check_random_state(chosen).randint(2**31 - 1))
+
+
+@describe.register
+def _(estimator: SequenceEstimator) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Of an estimator: its fitted HMM, of one step."""
+    check_is_fitted(estimator)
+    return describe(estimator._hmm(ONE))
 
 
 @dataclass(eq=False, repr=False)

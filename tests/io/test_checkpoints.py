@@ -297,10 +297,10 @@ FORGED = [  # a fit; the field; what a forger puts there
 def forge(path, change):
     """Change the state in a checkpoint, with a valid checksum."""
     tensors, meta = read_tensors(path)
-    state = checkpoints._unpack(json.loads(meta["state"]), tensors)
+    state = checkpoints.unpack(json.loads(meta["state"]), tensors)
     change(state)
     fresh = {}
-    packed = json.dumps(checkpoints._pack(state, fresh))
+    packed = json.dumps(checkpoints.pack(state, fresh))
     write_tensors(path, fresh, meta | {"state": packed})
 
 
