@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,25 @@ def test_the_example_runs():
 def test_every_file_it_names_exists():
     for name in re.findall(r"\]\(([^)#]+)\)", README):
         assert name.startswith("http") or (ROOT / name).exists(), name
+
+
+def test_a_release_has_the_addresses_of_its_files(tmp_path):
+    for name in ("README.md", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    command = [sys.executable, ROOT / ".ci" / "addresses.py", "https://code.example/a/b", "v1"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    before = re.findall(r"\]\(([^)]+)\)", README)
+    own = [name for name in before if not name.startswith("http")]
+    assert own
+    for link, name in zip(links, before, strict=True):
+        page, raw = (f"https://code.example/a/b/{kind}/v1/{name}" for kind in ("blob", "raw"))
+        assert link == (name if name not in own else raw if name.endswith("png") else page)
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == "https://code.example/a/b"
+    assert project | {"urls": 0} == tomllib.loads((ROOT / "pyproject.toml").read_text())[
+        "project"
+    ] | {"urls": 0}
 
 
 def test_it_is_short():
