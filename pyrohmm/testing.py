@@ -95,10 +95,13 @@ class Paths:
         return (self.scores - self.evidence).exp() @ hits.flatten(1)
 
 
-def _close(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
+PATHS = "the sum over all paths"
+
+
+def _close(name: str, found: Any, wanted: Any, tolerance: float, of: str = PATHS) -> None:
     """Raise unless two tensors agree."""
     close: Any = {"rtol": tolerance, "atol": tolerance, "equal_nan": False}
-    said = f"{name} differs from the sum over all paths."
+    said = f"{name} differs from {of}."
     torch.testing.assert_close(found, wanted, msg=lambda text: f"{said} {text}", **close)
 
 
@@ -273,8 +276,8 @@ def _check_m_step(module: Any, values: Tensor, num_states: int, tolerance: float
         high = module.statistics(values[half:], weights[:, half:], None)
         first = module.statistics(values, weights[:1], None)
         for name, value in whole.items():
-            _close(f"statistic {name} in two parts", low[name] + high[name], value, 1e-6)
-            _close(f"statistic {name} of one of two restarts", first[name], value[:1], 1e-6)
+            _close(f"statistic {name} by parts", low[name] + high[name], value, 1e-6, "the whole")
+            _close(f"statistic {name} of one of two restarts", first[name], value[:1], 1e-6, "both")
             assert value.dtype == torch.float64, f"statistic {name} is a sum in {value.dtype}"
     mode = {name: value[0] for name, value in module.m_step(whole)[0].items()}
     best = _expected_log_joint(module, mode, values, weights)

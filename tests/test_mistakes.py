@@ -188,7 +188,9 @@ def test_distributions(mistake, error, words):
      "got Fit. Give that of one stream: fit.hmm"),
     *[(f"{query.__name__} of a fit", lambda query=query: query(fit_em(module(), data()), X),
        AttributeError, r"'Fit' object has no .*Queries take an HMM: fit\.hmm\(data\)")
-      for query in (queries.impute, queries.predictive_log_prob, queries.segments)],
+      for query in (queries.impute, queries.predictive_log_prob)],
+    ("segments of a fit", lambda: queries.segments(fit_em(module(), data()), X), TypeError,
+     r"states must be a tensor; got Fit. Ask fit.predict\(data\)"),
     ("perplexity of a density", lambda: metrics.perplexity(of_vectors(), data(VECTORS)),
      ValueError, "perplexity is of symbols or counts"),
     ("BIC of other data", lambda: metrics.bic(fit_em(module(), data()), data()[:1]), ValueError,
@@ -445,7 +447,7 @@ def test_data(mistake, error, words):
     ("words without tags", lambda: fit_map(MarginalModel(NeuralTagger(2, 3, 2, 4)), data()),
      ValueError, r"values must end in .*Pair words with tags: tagged\(data\)"),
     ("columns of a design", lambda: Sequences.from_dataframe(
-        {"x": [0.5]}, columns="x", covariates=Design({}, {"loc": ["dose"]})), ValueError,
+        {"x": [0.5]}, columns="x", covariates=Design({"loc": {"columns": ["dose"]}})), ValueError,
      r"covariates must name columns of frame.*design.table\(frame\), covariates=design.names"),
     ("an M-step of a list", lambda: fit_em(TabularHMM(2, partial(Wrong, [PI])), COUNTS),
      TypeError, "m_step of Wrong must return a pair: .*, tensors"),

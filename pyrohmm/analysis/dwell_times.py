@@ -12,6 +12,7 @@ from .._checks import (
     broadcast_shapes,
     check_broadcast,
     check_integers,
+    check_kind,
     check_lengths,
     check_range,
     check_shape,
@@ -71,6 +72,7 @@ def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
 
 def paths_of(states: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     """Paths ``(N, T)``, or ``(T,)``, and their lengths, of padded or packed states."""
+    check_kind("states", states, Tensor, "a tensor", "Ask fit.predict(data).")
     if lengths is None:
         if states.dim() > 1 and len(states) > 1 and not bool((states < 0).any()):
             raise ValueError("lengths must be given of several paths, lest 0, with which shorter "
@@ -346,7 +348,7 @@ def _log_stays(hmm: HMM, num_steps: int) -> Tensor:
 def _log_leave(hmm: HMM) -> Tensor:
     """Log-probability of leaving each state, without the cancellation in 1 - p(stay)."""
     if hmm.chain.order > 1:
-        hmm.chain.check_markov("the dwell time of a Markov chain")
+        hmm.check_markov("the dwell time of a Markov chain")
     hmm.chain.check_constant("the dwell time")
     matrix = hmm.log_transition
     diagonal = torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)

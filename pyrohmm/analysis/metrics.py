@@ -132,6 +132,7 @@ def held_out_log_evidence(
         num_samples: S.
         batch_size: How many are evaluated at a time.
     """
+    check_fit(fit)
     check_size("num_samples", num_samples)
     check_sequences("data", data)
     with torch.no_grad(), fit.at_rest():
@@ -178,10 +179,8 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> float:
             count += _dimension(site["fn"].support, site["value"])
     if not isinstance(module, torch.nn.Module):
         sites = [site for site in trace.nodes.values() if site["type"] == "param"]
-        found = [
-            (site["kwargs"].get("constraint", constraints.real), site["value"]) for site in sites
-        ]
-        return count + sum(_dimension(*each) for each in found)
+        spaces = [site["kwargs"].get("constraint", constraints.real) for site in sites]
+        return count + sum(_dimension(space, x["value"]) for space, x in zip(spaces, sites))
     constrained = set()
     for part in parts.values():
         for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():

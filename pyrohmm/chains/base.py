@@ -299,7 +299,9 @@ def refuse_steps(purpose: str) -> NoReturn:
     """Raise: ``purpose`` does not allow parameters that change with the step."""
     raise ValueError(
         f"{purpose} needs an hmm that does not change with the step; this one has "
-        "parameters per step. Extend them, and mark the steps to come as not observed."
+        "parameters per step. To predict, append the steps to come, not observed: "
+        "more = Sequences(values, observed=, covariates=), (N, T + H, ...); then ask "
+        "queries.observation_marginals(fit.hmm(more), more.values)."
     )
 
 

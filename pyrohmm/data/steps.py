@@ -16,6 +16,7 @@ from .._checks import (
     check_booleans,
     check_floats,
     check_integers,
+    check_kind,
     check_lengths,
     check_real,
     check_tensor,
@@ -101,9 +102,8 @@ def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tenso
         TypeError: If they are not in one dimension.
         ValueError: If a symbol is not listed.
     """
-    if not isinstance(vocabulary, Vocabulary):
-        text = f"vocabulary must be a Vocabulary; got {type(vocabulary).__name__}"
-        raise TypeError(f"{text}. Give Vocabulary(symbols), or Vocabulary.from_counts(words).")
+    cure = "Give Vocabulary(symbols), or Vocabulary.from_counts(words)."
+    check_kind("vocabulary", vocabulary, Vocabulary, "a Vocabulary", cure)
     array = np.asarray(symbols, object) if isinstance(symbols, list) else to_numpy(symbols)
     if isinstance(symbols, str):
         array = np.array(list(symbols), object)
@@ -263,8 +263,7 @@ def joined_part(name: str, items: Iterable[Any], lengths: Tensor) -> Tensor:
 
 def check_values(values: Tensor) -> None:
     """Raise unless there are values ``(N, T, *E)``."""
-    if not isinstance(values, Tensor):
-        raise TypeError(f"values must be a torch.Tensor; got {type(values).__name__}. {HOW}")
+    check_kind("values", values, Tensor, "a torch.Tensor", HOW)
     check_real("values", values)
     if values.dim() < 2 or 0 in values.shape[:2]:
         text = "values must have shape (N, T, *E), with at least one sequence and step"

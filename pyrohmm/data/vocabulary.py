@@ -125,13 +125,14 @@ class Vocabulary(tuple[str, ...]):
             symbol = next((other for other in others if other in self._codes), symbol)
         return self._codes.get(symbol)
 
-    def decode(self, codes: Tensor) -> list[str]:
+    def decode(self, codes: Tensor | Sequence[int]) -> list[str]:
         """Symbols of ``codes``, ``(T,)`` integers; cut off the padding first.
 
         Raises:
             ValueError: If one is not between 0 and V - 1.
         """
-        check_integers("codes", codes)
+        codes = torch.as_tensor(codes)
+        check_integers("codes", codes if len(codes) else codes.long())
         check_range("codes", codes, len(self), "V - 1", "Cut off padding and unknown labels (-1).")
         return [self[code] for code in codes.tolist()]
 

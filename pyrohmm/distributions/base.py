@@ -37,7 +37,6 @@ from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_dead_ends
 
 MOST_SEQUENCES = 1 << 28
-OTHERS = "An HMM is of the lengths of its data: for others fit.hmm(data), or hmm.with_lengths(...)"
 PER_STEP = (
     "Insert dimensions of size 1 with unsqueeze; of what has a dimension of steps say "
     "transition_per_step=True, or emission_per_step=True"
@@ -226,43 +225,45 @@ class ChainDistribution(OwnChecks):
         """
         return SequencesOf(self)
 
+    def check_markov(self, purpose: str) -> None:
+        """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
+        self.chain.check_markov(purpose)
+
     def check_constant(self, purpose: str, markov: bool = True) -> None:
         """Raise unless the parameters are the same at every step, as ``purpose`` needs.
 
         With ``markov`` also if the next state depends on more than the state.
         """
         if markov:
-            self.chain.check_markov(purpose)
+            self.check_markov(purpose)
         self.chain.check_constant(purpose)
         if self.emission_per_step:
             refuse_steps(purpose)
 
     # Parameters and data as the recursions read them
 
-    def log_factors(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         r"""Log factors of the joint density: initial, transition and emission terms.
 
         This is the one place where parameters and data meet; recursions of your own begin here.
 
         Args:
             values: ``(*B, T, *E)``, observations.
+            check: Whether to raise, if ``validate_args`` is set, where a log-likelihood is not
+                finite or labels leave no path.
 
         Returns:
             :math:`\log p(z_1)` ``(*B, K)``, :math:`\log p(z_{t+1} \mid z_t)` ``(*B, 1|T-1, K, K)``
             and :math:`\log p(x_t \mid z_t)` ``(*B, T, K)``: 0 where a step is not observed, -inf
             for states that labels exclude. Batch dimensions broadcast, and may be missing.
-
-        Raises:
-            ValueError: If the chain is not a Markov one, or (with ``validate_args``) a
-                log-likelihood is not finite or labels leave no path.
         """
-        self.chain.check_markov("log_factors")
-        return self.log_initial, self.chain.matrices, self.log_likelihood(values)
+        self.check_markov("log_factors")
+        return self.log_initial, self.chain.matrices, self.log_likelihood(values, check)
 
     @opaque
-    def log_likelihood(self, values: Tensor) -> Tensor:
+    def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
-        return cast("Tensor", self._read(values, check=True))
+        return cast("Tensor", self._read(values, check))
 
     def symbol_factors(
         self, values: Tensor
@@ -340,14 +341,14 @@ class ChainDistribution(OwnChecks):
             values = values[(slice(None),) * len(outer) + (slice(event_shape[0]),)]
         if values.shape[len(outer) :] != event_shape:
             same = values.shape[len(outer) :][:1] == event_shape[:1]
-            cure = DIMENSION if same else f"{OTHERS}. {DIMENSION}"
+            cure = DIMENSION if same else f"{_others(self)}. {DIMENSION}"
             text = f"values must end in shape (T, *E) = {tuple(event_shape)}; got shape"
             raise ValueError(f"{text} {tuple(values.shape)}. {cure}.")
         if is_categorical(emission):
             check_integers("values", values, SYMBOLS)
         elif not values.dtype.is_floating_point:
             values = as_numbers(values, first.dtype)
-        batch = check_broadcast({"values": outer, "HMM": self.batch_shape}, OTHERS)
+        batch = check_broadcast({"values": outer, "HMM": self.batch_shape}, _others(self))
         if self._shortest < self._longest:
             self.refuse_one_series(outer)
         if len(batch) > len(outer):
@@ -371,7 +372,7 @@ class ChainDistribution(OwnChecks):
         if self._shortest < self._longest and math.prod(batch) == 1 and not transforming():
             raise ValueError(
                 f"values must be those of the {self.lengths.numel()} sequences of this HMM, whose "
-                f"lengths differ; got one, of batch shape {tuple(batch)}. {OTHERS}."
+                f"lengths differ; got one, of batch shape {tuple(batch)}. {_others(self)}."
             )
 
     def values_of(self, data: Any) -> Any:
@@ -387,9 +388,8 @@ class ChainDistribution(OwnChecks):
         )
         if not fits or (data.has_gaps and self.observed is None):
             lacking = "gaps" if fits else "lengths"
-            cure = "Ask fit.hmm(data), or hmm.with_lengths(data.lengths, data.observed)"
             raise ValueError(
-                f"values are Sequences whose {lacking} this HMM does not have. {cure}."
+                f"values are Sequences whose {lacking} this HMM does not have. {_others(self)}."
             )
         return data.values
 
@@ -454,6 +454,14 @@ def check_possible(log_evidence: Tensor) -> None:
             f"have probability zero{which}. Leave them out, or mark what is impossible as not "
             "observed."
         )
+
+
+def _others(hmm: ChainDistribution) -> str:
+    """What an error says where values are not those of the HMM."""
+    if hmm.transition_per_step or hmm.emission_per_step:
+        return "An HMM is of the steps and covariates of its data: for others fit.hmm(data)"
+    other = "fit.hmm(data), or hmm.with_lengths(data.lengths, data.observed)"
+    return f"An HMM is of the lengths of its data: for others {other}"
 
 
 def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:

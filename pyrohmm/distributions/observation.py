@@ -125,7 +125,9 @@ class _StreamsSupport(constraints.Constraint):
         super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
-        return inside_support(self.joined, value)
+        pieces = self.joined.split(value)
+        inside = [part.support.check(piece) for part, piece in zip(self.joined.parts, pieces)]
+        return torch.stack(torch.broadcast_tensors(*inside)).all(0)
 
 
 class Tied(OwnChecks):
@@ -204,8 +206,6 @@ class Tied(OwnChecks):
 
 def permuted(emission: Any, order: Tensor) -> TorchDistribution:
     """Emissions in which state k emits as ``order[k]`` did, ``(K,)`` integers."""
-    if hasattr(emission, "permuted"):
-        return emission.permuted(order)
     if is_categorical(emission):
         return PyroCategorical(logits=log_probs(emission)[..., order, :])
     return Tied(emission, order)

@@ -212,6 +212,7 @@ def _one_after_another(module: HMMModule, restarts: int, checkpoint: Any, **argu
     best, longest = int(final.argmin()), max(len(fit.losses) for fit in fits)
     rows = [torch.cat([x, x[-1:].expand(longest - len(x))]) for x in (fit.losses for fit in fits)]
     fit = fits[best]
+    fit.seconds = sum(each.seconds for each in fits)
     values = {n: torch.stack([each.parameters[n] for each in fits]) for n in fit.parameters}
     fit.restarts = Restarts(fit.model, torch.stack(rows), final, values, best)
     return fit

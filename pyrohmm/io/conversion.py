@@ -25,8 +25,8 @@ from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNorma
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from .._checks import check_kind
 from .._imports import imported
-from ..chains.markov import MarkovChain
 from ..distributions.hard_zeros import is_spherical, is_tied, log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -109,20 +109,13 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
                [0.25, 0.75]])
     """
     library = imported("hmmlearn.hmm")
-    if not isinstance(hmm, HMM):
-        raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}. Give fit.hmm(data).")
-    refused = {
-        "durations or a second order": not isinstance(hmm.chain, MarkovChain),
-        "parameters per step": hmm.transition_per_step or hmm.emission_per_step,
-        "missing steps": hmm.observed is not None,
-        "labels": hmm.allowed is not None,
-        "batches of parameters": any(hmm.chain.batch_shape) or any(hmm.emission.batch_shape[:-1]),
-    }
-    if any(refused.values()):
-        known = ", ".join(name for name, there in refused.items() if there)
+    check_kind("hmm", hmm, HMM, "an HMM", "Give fit.hmm(data).")
+    hmm.check_constant("to_hmmlearn")
+    batches = any(hmm.chain.batch_shape) or any(hmm.emission.batch_shape[:-1])
+    if batches or hmm.observed is not None or hmm.allowed is not None:
+        text = "hmm must have one set of parameters, and no missing steps or labels"
         raise ValueError(
-            "hmm must be a first-order HMM of one set of constant parameters; got one with "
-            f"{known}. Call hmm.replace(observed=None, allowed=None), or choose one step or entry."
+            f"{text}. Choose one entry; call hmm.replace(observed=None, allowed=None)."
         )
     with torch.no_grad():
         model = _model(library, hmm.num_states, hmm.emission, {"init_params": "", **options})
@@ -306,10 +299,8 @@ def to_ctrlg(hmm: HMM, directory: str | Path, end: int) -> None:
     tensors["beta"] = log_probs(hmm.emission)
     count = tensors["beta"].size(-1)
     if not 0 <= end < count:
-        raise ValueError(
-            f"end must be one of the symbols 0 to V - 1 = {count - 1}; got {end}. Count symbols "
-            "from 0."
-        )
+        text = f"end must be one of the symbols 0 to V - 1 = {count - 1}; got {end}"
+        raise ValueError(f"{text}. Count symbols from 0.")
     config = {"hidden_states": hmm.num_states, "vocab_size": count, "eos_token_id": end}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from .._checks import check_kind
 from .._sync import exceeds
 from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
@@ -141,6 +142,7 @@ class Flat(Prior):
 
 def with_priors(module: Any, priors: bool) -> Any:
     """Make the priors of ``module`` :class:`Flat` if ``priors`` is False, and return it."""
+    check_kind("priors", priors, bool, "True or False", "Give priors themselves to the module.")
     if not priors:
         if not isinstance(module, nn.Module):
             raise TypeError(f"priors=False needs a module; got {type(module).__name__}.")
@@ -304,7 +306,7 @@ def with_prior(counts: Tensor, concentration: Tensor | None) -> Tensor:
 
 def row_mode(counts: Tensor, concentration: Tensor | None = None) -> Tensor:
     """Posterior mode of rows ``(*, V)``: normalised counts, pseudo-counts of a prior included."""
-    counts = with_prior(counts, concentration)
+    counts = counts.double() if concentration is None else with_prior(counts, concentration)
     return counts / counts.sum(-1, keepdim=True)
 
 

@@ -15,7 +15,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._checks import check_positive, check_positive_number, check_size, unknown_argument
+from .._checks import check_positive_number, check_size, unknown_argument
 from .._sync import exceeds
 from ..ops.products import weighted_sums
 from .closed_form import Family, Statistics
@@ -206,8 +206,9 @@ def build_part(name: str, kind: str, example: str, family: Any, num_states: int)
     Raises:
         TypeError: If ``family`` is not a family, or what it makes is not a ``PyroModule``.
     """
-    if not callable(family) or isinstance(family, torch.distributions.Distribution):
-        raise TypeError(f"{name} must be {kind}, such as {example}; got {type(family).__name__}.")
+    kind_of = family if isinstance(family, type) else type(family)
+    if not callable(family) or issubclass(kind_of, torch.distributions.Distribution):
+        raise TypeError(f"{name} must be {kind}, such as {example}; got {kind_of.__name__}.")
     part = family(num_states)
     if isinstance(part, partial):
         got = getattr(family, "__name__", family)
@@ -264,7 +265,9 @@ def filled(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
 def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     """Broadcast ``value`` to a tensor of ``shape``, and raise unless it is positive."""
     tensor = filled(name, value, shape)
-    check_positive(name, tensor)
+    if not bool((tensor > 0).all()):
+        text = f"{name} must be positive; got a smallest value of {tensor.min().item()}"
+        raise ValueError(f"{text}. Map reals by .exp().")
     return tensor
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import check_kind, check_size
 
 Symbol = str | int
 Phrase = str | int | Sequence[str | int]
@@ -143,11 +143,8 @@ class Automaton:
         self, other: Automaton, both: Callable[[bool, bool], bool], form: str
     ) -> Automaton:
         """Product construction: reachable pairs of states, and whether each is accepting."""
-        if not isinstance(other, Automaton):
-            raise TypeError(
-                f"& and | combine two Automata; got {type(other).__name__}. Make one, such as by "
-                "must_contain."
-            )
+        wanted = "an Automaton, as & and | combine two"
+        check_kind("other", other, Automaton, wanted, "Make one, such as by must_contain.")
         columns = {(0, 0): 0}
         classes = {
             symbol: columns.setdefault(

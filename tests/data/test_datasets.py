@@ -40,7 +40,7 @@ def test_decoding_undoes_encoding(symbols):
     vocabulary = Vocabulary.from_counts(symbols)
     codes = vocabulary.encode(symbols)
     assert codes.dtype == torch.long
-    assert vocabulary.decode(codes) == symbols
+    assert vocabulary.decode(codes) == vocabulary.decode(codes.tolist()) == symbols
     assert vocabulary.encode(vocabulary).tolist() == list(range(len(vocabulary)))
 
 

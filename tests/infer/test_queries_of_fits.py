@@ -8,14 +8,23 @@ from pyro.distributions import Normal
 from pyrohmm import (
     HMM,
     MarginalModel,
+    PosteriorDraws,
+    RegressionHMM,
     Sequences,
     TabularHMM,
     fit_em,
     fit_gibbs,
     fit_map,
+    fit_mcmc,
     fit_svi,
+    formulas,
+    load_hmm,
+    metrics,
     normal,
+    regression,
+    save,
 )
+from pyrohmm.infer.loop import FitLoop
 
 torch.manual_seed(0)
 LENGTHS = [12_000, 1, 3, 250, 90, 2]  # of several buckets
@@ -86,6 +95,17 @@ def test_answers_go_back_to_the_rows_of_a_table():
         lambda fit: fit.log_prob: "Did you mean fit.score(data)",
         lambda fit: fit.emission: "fit.hmm(data).emission",
         lambda fit: fit.sumary: "Did you mean summary",
+        lambda fit: fit.plot: "Did you mean plots.transition(fit.hmm(data))",
+        lambda fit: fit.save: "Did you mean save(fit, directory)",
+        lambda fit: fit.bic: "Did you mean metrics.bic(fit, data)",
+        lambda fit: fit.check_markov: "Queries take an HMM: fit.hmm(data).check_markov",
+        lambda fit: metrics.held_out_log_evidence(PosteriorDraws.of(fit), SMALL): "fit must be a",
+        lambda fit: fit_em(module(1), SMALL, priors=None): "priors must be True or False; got None",
+        lambda fit: fit_gibbs(module(1), SMALL, burn_in=3): "Did you mean warmup",
+        lambda fit: fit_mcmc(module(1), SMALL, tune=3): "Did you mean warmup",
+        lambda fit: fit_mcmc(module(1), SMALL, draws=3): "Did you mean num_samples",
+        lambda fit: TabularHMM(2, Normal): "such as normal(2); got Normal",
+        lambda fit: TabularHMM(2, torch.distributions.Normal): "such as normal(2); got Normal",
         lambda fit: fit.predict(WITH_COLUMN, torch.zeros(2, 1)): "fit.bands",
         lambda fit: fit.predict(SMALL.values): "must be Sequences",
         lambda fit: fit.score([1.0, 2.0]): "must be Sequences",
@@ -97,3 +117,39 @@ def test_other_words_are_told_which_one_is_meant(ask, cure):
     with pytest.raises((AttributeError, TypeError, ValueError)) as error:
         ask(fit)
     assert cure in str(error.value)
+
+
+def test_what_is_no_query_is_not_said_to_be_one():
+    fit = fit_em(module(1), SMALL, num_iterations=1)
+    with pytest.raises(AttributeError) as error:
+        fit.to_csv  # noqa: B018
+    assert str(error.value) == "'Fit' object has no attribute 'to_csv'."
+
+
+def test_errors_of_a_model_with_covariates_say_what_helps_it(tmp_path):
+    fit = fit_em(RegressionHMM(2, normal(0), [0]), WITH_COLUMN, num_iterations=2, restarts=1)
+    with pytest.raises(ValueError, match=r"append the steps to come.*observed=, covariates="):
+        fit.forecast(WITH_COLUMN, 2)
+    with pytest.raises(ValueError, match=r"steps and covariates .* fit\.hmm\(data\)\. Build"):
+        fit.hmm(WITH_COLUMN).log_prob(torch.zeros(2, 7))
+    save(fit, tmp_path / "fit")
+    with pytest.raises(ValueError, match=r"all data: its model is a function of the data\. Call"):
+        load_hmm(tmp_path / "fit")
+
+
+def test_the_time_of_a_fit_is_that_of_all_its_restarts(monkeypatch):
+    seconds = iter([5.0, 7.0, 11.0])
+    monkeypatch.setattr(FitLoop, "seconds", property(lambda loop: next(seconds)))
+    module = RegressionHMM(2, regression(Normal, loc=[0], scale=None), [0])
+    fit = fit_em(module, WITH_COLUMN, num_iterations=1, restarts=3)
+    assert fit.seconds == 23.0
+
+
+def test_what_follows_does_not_need_the_columns_of_the_emission():
+    columns = {"x": [0.1, 5.0, 5.2, 0.2], "hour": [0, 6, 12, 18], "dose": [0.0, 1.0, 0.5, 2.0]}
+    design = formulas(columns, transition="~ hour", loc="~ dose")
+    every = design.matrix({"hour": [3.0], "dose": [0.0]})
+    assert design.names == ["Intercept", "hour", "dose"]
+    assert (design.matrix({"hour": [3.0]}, "transition") == every).all()
+    with pytest.raises(ValueError, match="does not fit the formula of loc"):
+        design.matrix({"hour": [3.0]})
