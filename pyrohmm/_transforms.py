@@ -45,8 +45,6 @@ def opaque(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and not exporting():
-            return torch.compiler.disable(call)(*args, **kwargs)
         owner, *given = args
         if "provenance" not in owner.__dict__:
             owner.provenance = provenance_of(tensors_of(owner.__dict__))
@@ -54,11 +52,9 @@ def opaque(function: Function) -> Function:
         for part in given:
             if type(part) is ProvenanceTensor:
                 tracked |= part._provenance
-        if not tracked:
-            return function(*args, **kwargs)
         return with_provenance(tracked, function, *args, **kwargs)
 
-    return cast(Function, call)
+    return cast(Function, uncompiled(call))
 
 
 def with_provenance(

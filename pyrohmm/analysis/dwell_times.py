@@ -348,7 +348,7 @@ def _log_stays(hmm: HMM, num_steps: int) -> Tensor:
 def _log_leave(hmm: HMM) -> Tensor:
     """Log-probability of leaving each state, without the cancellation in 1 - p(stay)."""
     if hmm.chain.order > 1:
-        hmm.check_markov("the dwell time of a Markov chain")
+        hmm.chain.check_markov("the dwell time of a Markov chain")
     hmm.chain.check_constant("the dwell time")
     matrix = hmm.log_transition
     diagonal = torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)

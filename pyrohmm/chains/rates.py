@@ -62,10 +62,6 @@ class Gaps(NamedTuple):
         return cls(*gaps.unique(return_inverse=True))
 
 
-_CONSTANT: dict[str, Core] = {"log_initial": ("K",), "rates": ("K", "K")}
-_PER_STEP: dict[str, Core] = {"log_initial": ("K",), "rates": ("T-1", "K", "K")}
-
-
 class RateChain(MarkovRecursions):
     """A Markov chain in continuous time: transitions ``matrix_exp(rates * gap)`` per step.
 
@@ -105,7 +101,7 @@ class RateChain(MarkovRecursions):
     @property
     def cores(self) -> dict[str, Core]:  # type: ignore[override]
         """Core dimensions of the first state's probabilities and of the rates."""
-        return _PER_STEP if self.rates_per_step else _CONSTANT
+        return {"log_initial": ("K",), "rates": ("T-1",) * self.rates_per_step + ("K", "K")}
 
     @property
     def exists(self) -> Tensor:
@@ -218,13 +214,11 @@ class RateChain(MarkovRecursions):
 
     def uniform(self) -> Chain:
         """A copy with equal rates of all possible transitions, at about one transition per gap."""
-        initial = torch.zeros_like(self.log_initial)
-        initial = initial.masked_fill(self.log_initial.isneginf(), -torch.inf).log_softmax(-1)
         gaps = self.gaps.distinct[self.gaps.place]
         possible = self.possible.to(self.rates)
         leave = possible.sum(-1, keepdim=True).clamp(min=1.0)
         rates = possible / (leave * (gaps.mean().to(self.rates) if gaps.numel() else 1.0))
-        return self.replace(log_initial=initial, rates=rates - rates.sum(-1).diag_embed())
+        return super().uniform().replace(rates=rates - rates.sum(-1).diag_embed())
 
     def stationary(self) -> Tensor:
         r"""Stationary distribution :math:`\pi Q = 0` of the states, ``(*b, K)``."""

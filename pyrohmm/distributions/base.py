@@ -225,45 +225,43 @@ class ChainDistribution(OwnChecks):
         """
         return SequencesOf(self)
 
-    def check_markov(self, purpose: str) -> None:
-        """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
-        self.chain.check_markov(purpose)
-
     def check_constant(self, purpose: str, markov: bool = True) -> None:
         """Raise unless the parameters are the same at every step, as ``purpose`` needs.
 
         With ``markov`` also if the next state depends on more than the state.
         """
         if markov:
-            self.check_markov(purpose)
+            self.chain.check_markov(purpose)
         self.chain.check_constant(purpose)
         if self.emission_per_step:
             refuse_steps(purpose)
 
     # Parameters and data as the recursions read them
 
-    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    def log_factors(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r"""Log factors of the joint density: initial, transition and emission terms.
 
         This is the one place where parameters and data meet; recursions of your own begin here.
 
         Args:
             values: ``(*B, T, *E)``, observations.
-            check: Whether to raise, if ``validate_args`` is set, where a log-likelihood is not
-                finite or labels leave no path.
 
         Returns:
             :math:`\log p(z_1)` ``(*B, K)``, :math:`\log p(z_{t+1} \mid z_t)` ``(*B, 1|T-1, K, K)``
             and :math:`\log p(x_t \mid z_t)` ``(*B, T, K)``: 0 where a step is not observed, -inf
             for states that labels exclude. Batch dimensions broadcast, and may be missing.
+
+        Raises:
+            ValueError: If the chain is not a Markov one, or (with ``validate_args``) a
+                log-likelihood is not finite or labels leave no path.
         """
-        self.check_markov("log_factors")
-        return self.log_initial, self.chain.matrices, self.log_likelihood(values, check)
+        self.chain.check_markov("log_factors")
+        return self.log_initial, self.chain.matrices, self.log_likelihood(values)
 
     @opaque
-    def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
+    def log_likelihood(self, values: Tensor) -> Tensor:
         r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
-        return cast("Tensor", self._read(values, check))
+        return cast("Tensor", self._read(values, check=True))
 
     def symbol_factors(
         self, values: Tensor

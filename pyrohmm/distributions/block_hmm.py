@@ -322,13 +322,13 @@ class BlockHMM(HMM):
             self.check_labels(values)
         return BlockLikelihood(blocks, logs, lengths, batch, missing)
 
-    def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
+    def log_likelihood(self, values: Tensor) -> Tensor:
         """Emission log-likelihoods in all K states: see :meth:`HMM.log_likelihood`."""
-        return self.chain.widened(self._read(values, check))[0]
+        return self.chain.widened(self._read(values, check=True))[0]
 
-    def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    def log_factors(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log factors of the joint density over all K states: see :meth:`HMM.log_factors`."""
-        return self.chain.all_initial(), self.chain.matrices, self.log_likelihood(values, check)
+        return self.chain.all_initial(), self.chain.matrices, self.log_likelihood(values)
 
     # Queries given values (*B, T, *E)
 

@@ -18,7 +18,6 @@ from .._checks import (
     OwnChecks,
     PyroValidation,
     check_broadcast,
-    check_floats,
     check_integers,
     check_lengths,
     check_no_nan,
@@ -97,24 +96,21 @@ class LinearChainCRF(OwnChecks):
                 "emission_scores must have shape (*B, T, K); got shape "
                 f"{tuple(emission_scores.shape)}. Insert dimensions of size 1 with unsqueeze."
             )
-        emission_scores = _at_least_single(emission_scores)
-        check_floats("emission_scores", emission_scores)
+        self.emission_scores = at_least_single(emission_scores)
         steps, num_labels = emission_scores.shape[-2:]
         if initial_scores is None:
-            initial_scores = emission_scores.new_zeros(num_labels)
+            initial_scores = self.emission_scores.new_zeros(num_labels)
         if lengths is None:
             lengths = torch.full(emission_scores.shape[:-2], steps)
         check_integers("lengths", lengths)
         self.lengths = lengths.cpu().long()
         check_lengths(self.lengths, steps)
         check_trailing("initial_scores", initial_scores, (num_labels,), "(K,)")
-        self.initial_scores = _at_least_single(initial_scores)
-        self.transition_scores = _at_least_single(transition_scores)
-        for name in ("initial_scores", "transition_scores"):
-            check_floats(name, getattr(self, name))
+        self.initial_scores = at_least_single(initial_scores)
+        self.transition_scores = at_least_single(transition_scores)
+        self.transition_per_step = transition_per_step
         wanted = ((steps - 1,) if transition_per_step else ()) + (num_labels, num_labels)
         check_trailing("transition_scores", transition_scores, wanted, "([T-1,] K, K)")
-        self.emission_scores, self.transition_per_step = emission_scores, transition_per_step
         check_same_device(self._named)
         batch = check_broadcast({
             "emission_scores": emission_scores.shape[:-2], "lengths": self.lengths.shape,
@@ -123,7 +119,7 @@ class LinearChainCRF(OwnChecks):
         })  # fmt: skip
         super().__init__(batch, torch.Size([steps]), validate_args=validate_args)
         if self._validate_args and not transforming():
-            present = emission_scores.masked_fill(~self.exists.unsqueeze(-1), 0.0)
+            present = self.emission_scores.masked_fill(~self.exists.unsqueeze(-1), 0.0)
             for name, scores in (self._named | {"emission_scores": present}).items():
                 check_no_nan(name, scores, "Look for what diverged in the network.")
 
@@ -321,11 +317,6 @@ class LinearChainCRF(OwnChecks):
                 )
             paths = self.chain.sample_states(self.emission_scores, self.lengths, shape.numel())
             return paths.reshape(shape + self.batch_shape + self.event_shape)
-
-
-def _at_least_single(scores: Tensor) -> Tensor:
-    """Convert scores of half precision, such as autocast makes, to float32."""
-    return at_least_single(scores) if scores.dtype.is_floating_point else scores
 
 
 def _peak(scores: Tensor, dims: int) -> Tensor:

@@ -97,14 +97,10 @@ class HMM(ChainDistribution):
         validate_args: bool | None = None,
         *,
         transition_per_step: bool = False,
-        emission_per_step: bool = False,
-        allowed: Tensor | None = None,
-        num_steps: int | None = None,
+        **data: Unpack[SequenceOptions],
     ) -> None:
         chain = MarkovChain(log_initial, log_transition, transition_per_step)
-        self._compose(
-            chain, emission, lengths, observed, validate_args, emission_per_step, allowed, num_steps
-        )  # fmt: skip
+        self._compose(chain, emission, lengths, observed, validate_args, **data)
 
     @classmethod
     def of(
@@ -264,11 +260,9 @@ class HMM(ChainDistribution):
                 f"order must hold each state from 0 to K - 1 = {self.num_states - 1} once; got "
                 f"{order.tolist()}. Give a permutation, such as scores.argsort()."
             )
-        emission = self.emission
-        autoregressive = isinstance(emission, Autoregressive)
         return self._copied(
             chain=self.chain.permuted(order),
-            emission=emission.permuted(order) if autoregressive else permuted(emission, order),
+            emission=permuted(self.emission, order),
             allowed=None if self.allowed is None else self.allowed[..., order],
         )
 
@@ -390,13 +384,11 @@ class HMM(ChainDistribution):
             >>> states.log_prob(torch.tensor([1, 0])).exp()  # 0.9 / 1.4 * 0.5 / 0.6
             tensor(0.5357)
         """
-        self.check_markov("posterior_states")
-        _, matrices, likelihood = self.log_factors(values)
-        each = self.transition_per_step
-        transition = matrices if each else matrices.squeeze(-3)
+        self.chain.check_markov("posterior_states")
+        initial, _, likelihood = self.log_factors(values)
         found = LinearChainCRF(
-            likelihood, transition, self.log_initial, self.lengths, self._validate_args,
-            transition_per_step=each,
+            likelihood, self.log_transition, initial, self.lengths, self._validate_args,
+            transition_per_step=self.transition_per_step,
         )  # fmt: skip
         if self._validate_args:
             self._check_possible(found.log_partition())
@@ -422,7 +414,7 @@ class HMM(ChainDistribution):
         self.check_constant("forecast", markov=False)
         autoregressive = isinstance(self.emission, Autoregressive)
         if autoregressive:
-            self.check_markov("forecast of observations that depend on those before")
+            self.chain.check_markov("forecast of observations that depend on those before")
         states = self.state_probs_ahead(values, num_steps)[..., 1:, :]
         hmm: Any = beside(states, self)
         if not autoregressive:

@@ -125,9 +125,7 @@ class _StreamsSupport(constraints.Constraint):
         super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
-        pieces = self.joined.split(value)
-        inside = [part.support.check(piece) for part, piece in zip(self.joined.parts, pieces)]
-        return torch.stack(torch.broadcast_tensors(*inside)).all(0)
+        return inside_support(self.joined, value)
 
 
 class Tied(OwnChecks):
@@ -206,6 +204,8 @@ class Tied(OwnChecks):
 
 def permuted(emission: Any, order: Tensor) -> TorchDistribution:
     """Emissions in which state k emits as ``order[k]`` did, ``(K,)`` integers."""
+    if hasattr(emission, "permuted"):
+        return emission.permuted(order)
     if is_categorical(emission):
         return PyroCategorical(logits=log_probs(emission)[..., order, :])
     return Tied(emission, order)

@@ -51,7 +51,8 @@ class WordAndTag(Streams):
     @property
     def support(self) -> constraints.Constraint:
         """Pairs of integers; -1 is allowed."""
-        return constraints.independent(_Below([part.logits.size(-1) for part in self.parts]), 1)
+        sizes = [part.logits.size(-1) for part in self.parts]
+        return _pairs_below(sizes, self.parts[0].logits)
 
     def split(self, values: Tensor) -> list[Tensor]:
         """The words and the tags of ``(*, 2)``, as floating point with NaN where one is missing."""
@@ -67,18 +68,10 @@ class WordAndTag(Streams):
         return WordAndTag(*(part.expand(torch.Size(batch_shape)) for part in self.parts))
 
 
-class _Below(constraints.Constraint):
-    """Constraint: integers from -1 to below a size for each component."""
-
-    is_discrete = True
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes = torch.tensor(sizes)
-        super().__init__()
-
-    def check(self, value: Tensor) -> Tensor:
-        whole = value == value.floor()
-        return whole & (value >= -1) & (value < self.sizes.to(value.device))
+def _pairs_below(sizes: list[int], like: Tensor) -> constraints.Constraint:
+    """Constraint: whole numbers from -1, of which each component is below its size."""
+    numbers = constraints.integer_interval(-1, like.new_tensor(sizes) - 1)
+    return constraints.independent(numbers, 1)
 
 
 class TaggedSymbols(BlockSymbols):
@@ -104,7 +97,7 @@ class TaggedSymbols(BlockSymbols):
     @property
     def support(self) -> constraints.Constraint:
         """Pairs of integers; -1 is a tag that is not known."""
-        return constraints.independent(_Below([self.blocks.num_symbols, self.log_tags.size(-1)]), 1)
+        return _pairs_below([self.blocks.num_symbols, self.log_tags.size(-1)], self.log_tags)
 
     @lazy
     def distribution(self) -> TorchDistribution:

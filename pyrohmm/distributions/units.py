@@ -134,14 +134,8 @@ class FlatVariance(OwnChecks):
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Sample by rejection from an exponential distribution of the large scale."""
-        shape = torch.Size(sample_shape) + self.batch_shape
-        value, waits = torch.zeros(shape).to(self.upper), True
-        while waits:
-            new = -self.upper * torch.rand_like(value).log()
-            accepted = (-self.lower / new).exp() > torch.rand_like(value)
-            value = torch.where((value == 0) & accepted, new, value)
-            waits = bool((value == 0).any())
-        return value
+        ends = self.lower.unsqueeze(-1), self.upper.unsqueeze(-1)
+        return FlatCovariance(*ends).sample(sample_shape)[..., 0, 0]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)``."""

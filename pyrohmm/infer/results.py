@@ -491,7 +491,8 @@ class Fit:
 
         Args:
             data: The sequences that were fitted.
-            at: ``(M, C)`` covariates, such as ``design.matrix(frame)``.
+            at: ``(M, C)`` covariates, such as ``design.matrix(frame)``; for one part of the model
+                ``design.matrix(frame, "transition")``, which needs no columns of the others.
             of: "transition", probabilities ``(M, K, K)``; "initial", ``(M, K)``; "mean", those of
                 the emissions, ``(M, K)``; "rates", ``(M, K, K)``, zero on the diagonal; "duration",
                 the mean, ``(M, K)``; or a function of an HMM of M sequences of two steps, each with

@@ -237,7 +237,7 @@ def _arguments(family: type[HMM]) -> list[inspect.Parameter]:
     others = ("self", "emission", "validate_args", "num_steps", "data", *_OF_DATA)
     found = dict(inspect.signature(family.__init__).parameters)
     if "data" in found:  # those of every HMM
-        found["emission_per_step"] = inspect.signature(HMM.__init__).parameters["emission_per_step"]
+        found["emission_per_step"] = inspect.signature(HMM._compose).parameters["emission_per_step"]
     return [argument for name, argument in found.items() if name not in others]
 
 

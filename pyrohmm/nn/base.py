@@ -133,7 +133,7 @@ class HMMModule(OwnParameters):
             try:
                 return super().__getattr__(name)
             except AttributeError as error:
-                known = name in WORDS or name in ("fit", "hmm") or hasattr(HMM, name)
+                known = any(WORDS.get(name, [])[1:]) or name in ("fit", "hmm") or hasattr(HMM, name)
                 if name in dir(type(self)) or not known:  # a property may have failed
                     raise
                 cure = "Ask a fit: fit_em(module, data).predict(data), or its HMM, .hmm(data)."

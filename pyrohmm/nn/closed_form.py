@@ -306,7 +306,7 @@ def with_prior(counts: Tensor, concentration: Tensor | None) -> Tensor:
 
 def row_mode(counts: Tensor, concentration: Tensor | None = None) -> Tensor:
     """Posterior mode of rows ``(*, V)``: normalised counts, pseudo-counts of a prior included."""
-    counts = counts.double() if concentration is None else with_prior(counts, concentration)
+    counts = with_prior(counts, concentration)
     return counts / counts.sum(-1, keepdim=True)
 
 

@@ -370,8 +370,7 @@ def censored(
         >>> bool(fit.parameters["module.emission.part.loc"] < data.values.mean())
         True
     """
-    _check_limits(lower, upper)
-    return partial(_LimitedEmission, inner=family, build=modified.Censored, limits=(lower, upper))
+    return _limited(family, modified.Censored, lower, upper)
 
 
 def truncated(
@@ -397,15 +396,16 @@ def truncated(
         >>> bool(fit.parameters["module.emission.part.rate"] < 1)  # the mean of those seen is 1.5
         True
     """
-    _check_limits(lower, upper)
-    return partial(_LimitedEmission, inner=family, build=modified.Truncated, limits=(lower, upper))
+    return _limited(family, modified.Truncated, lower, upper)
 
 
-def _check_limits(lower: float | None, upper: float | None) -> None:
+def _limited(family: EmissionFamily, build: Any, lower: Any, upper: Any) -> EmissionFamily:
+    """Emission family between limits, which are checked here."""
     low = -math.inf if lower is None else lower
     if (lower is None and upper is None) or not low < (math.inf if upper is None else upper):
         text = f"lower must be less than upper, one may be None; got {lower}, {upper}"
         raise ValueError(f"{text}. Give the smaller as lower.")
+    return partial(_LimitedEmission, inner=family, build=build, limits=(lower, upper))
 
 
 class _LimitedEmission(_Modified, emits=(modified.Censored, modified.Truncated)):

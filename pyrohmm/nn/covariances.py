@@ -236,10 +236,8 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
     def _sample_spread(self, statistics: Statistics, fit: Slopes, current: Statistics) -> Tensor:
         """Covariances given slopes if the prior is flat, by an MCMC step; else of any slopes."""
         squares, scale = statistics["squares"], self.scale.double()
-        scatter, count = (
-            self._pooled(self._residuals(squares, fit)),
-            self._pooled(squares[..., 0, 0]),
-        )
+        parts = self._residuals(squares, fit), squares[..., 0, 0]
+        scatter, count = map(self._pooled, parts)
         if self.flat:
             return flat_step(current["covariance"], self.upper, count, 2 * scale + scatter)
         root = sample_root(self.degrees + count, scale + scatter)

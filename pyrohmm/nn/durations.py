@@ -1,8 +1,8 @@
 r"""Families of durations: how long the states of a semi-Markov model last.
 
 A family of durations is called with K and returns a ``PyroModule`` whose call returns
-log-probabilities ``(K, D)`` of durations of 1 to D steps. With ``statistics`` and ``m_step`` of a
-:class:`DurationMStep` EM maximises it exactly; else by gradient steps.
+log-probabilities ``(K, D)`` of durations of 1 to D steps. With ``statistics`` and ``m_step``, as of
+:class:`Durations`, EM maximises it exactly; else by gradient steps.
 
 With c_d expected segments of d steps, of which n are first segments that began before the data,
 durations of probabilities f(d) have the expected complete-data log-likelihood
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import Beta, Dirichlet, Gamma, Poisson
@@ -39,24 +39,6 @@ BOUND = 30.0  # of unconstrained parameters: exp(-30) is no rate and exp(30) lon
 DurationFamily = Callable[[int], PyroModule]
 
 
-@runtime_checkable
-class DurationMStep(Protocol):
-    """Durations with an M-step of their own: a ``PyroModule`` with these methods."""
-
-    def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
-        """Sufficient statistics of the parameters.
-
-        Args:
-            counts: ``(R, K, D)``, expected numbers of segments by their whole durations.
-            left_censored: ``(R, K)``, how many of these are first segments that were there
-                before the data, and so are found in proportion to their length; None if
-                there are none.
-        """
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """M-step: mode of the parameters given sufficient statistics, priors included."""
-
-
 def truncated_log_probs(distribution: TorchDistribution, max_duration: int) -> Tensor:
     """Log-probabilities of durations d with ``d - 1`` from a distribution of counts, given d <= D.
 
@@ -72,7 +54,6 @@ def truncated_log_probs(distribution: TorchDistribution, max_duration: int) -> T
         >>> truncated_log_probs(Poisson(torch.tensor([1.0])), 3).exp()
         tensor([[0.4000, 0.4000, 0.2000]])
     """
-    check_size("max_duration", max_duration)
     shape = (max_duration,) + (1,) * len(distribution.batch_shape)
     counts = torch.arange(max_duration).to(distribution.mean).reshape(shape)
     possible = distribution.support.check(counts)
@@ -88,7 +69,6 @@ class Durations(Family):
 
     def __init__(self, num_states: int, max_duration: int, **hyperparameters: Number) -> None:
         super().__init__()
-        check_size("num_states", num_states)
         self.max_duration = max_duration
         for name, value in hyperparameters.items():
             self.register_buffer(name, positive(name, value, (num_states,)))
@@ -97,7 +77,14 @@ class Durations(Family):
     starts: Any  # (counts) -> Newton starts (S, R, K) by name; the best of the S ends is taken
 
     def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
-        """Expected counts of durations, and left-censored ones, if a parameter is free."""
+        """Sufficient statistics: these counts, if a parameter is free.
+
+        Args:
+            counts: ``(R, K, D)``, expected numbers of segments by their whole durations.
+            left_censored: ``(R, K)``, how many of these are first segments that were there
+                before the data, and so are found in proportion to their length; None if
+                there are none.
+        """
         if not any(map(self.is_free, self.supports)):
             return {}
         return {"counts": counts} | ({"first": left_censored} if left_censored is not None else {})

@@ -69,12 +69,10 @@ class TabularFactorialHMM(ChainTables, builds=FactorialHMM):
     def _like(cls, hmm: FactorialHMM, emission: Any) -> TabularFactorialHMM:
         return cls(hmm.sizes, emission)
 
-    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> FactorialHMM:
-        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        chains = range(len(self.num_states))
-        initials = [log(getattr(self, f"initial_{m}")) for m in chains]
-        transitions = [log(getattr(self, f"transition_{m}")) for m in chains]
-        return FactorialHMM(initials, transitions, self.emission(), lengths, observed)
+    def tables(self) -> dict[str, Any]:
+        """Logarithms of the tables of all chains: ``log_initials`` and ``log_transitions``."""
+        kinds, chains = ("initial", "transition"), range(len(self.num_states))
+        return {f"log_{k}s": [log(getattr(self, f"{k}_{m}")) for m in chains] for k in kinds}
 
 
 def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:

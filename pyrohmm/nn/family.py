@@ -15,7 +15,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._checks import check_positive_number, check_size, unknown_argument
+from .._checks import check_positive, check_positive_number, check_size, unknown_argument
 from .._sync import exceeds
 from ..ops.products import weighted_sums
 from .closed_form import Family, Statistics
@@ -265,9 +265,7 @@ def filled(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
 def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     """Broadcast ``value`` to a tensor of ``shape``, and raise unless it is positive."""
     tensor = filled(name, value, shape)
-    if not bool((tensor > 0).all()):
-        text = f"{name} must be positive; got a smallest value of {tensor.min().item()}"
-        raise ValueError(f"{text}. Map reals by .exp().")
+    check_positive(name, tensor)
     return tensor
 
 

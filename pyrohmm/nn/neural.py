@@ -279,10 +279,9 @@ class NeuralHMM(HMMModule):
         else:
             self.register_buffer("num_drawn", torch.tensor(0))
         if blocks is None and (two_level or factored):
-            text = (
-                f"{'two_level' if two_level else 'factored'}=True needs blocks of states, blocks="
-            )
-            raise ValueError(f"{text}; got None. Make them by blocks.from_clusters.")
+            name = "two_level" if two_level else "factored"
+            text = f"{name}=True needs blocks of states, blocks=; got None"
+            raise ValueError(f"{text}. Make them by blocks.from_clusters.")
         if scale is not None:
             check_positive_number("scale", scale, "Leave it out for the default.")
         self.num_states, self.num_symbols, self.blocks = num_states, num_symbols, blocks

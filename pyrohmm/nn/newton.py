@@ -19,7 +19,12 @@ from torch import distributions as torch_dist
 from torch.distributions import constraints, transform_to
 
 from ..distributions import modified
-from ..distributions.hard_zeros import arguments_of, exact_log_prob, without_events
+from ..distributions.hard_zeros import (
+    arguments_of,
+    exact_log_prob,
+    first_reaching,
+    without_events,
+)
 from ..ops import newton
 from ..ops.products import add_rows, integers_of
 from .closed_form import Maximum, Statistics, check_mode
@@ -285,10 +290,7 @@ class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.BetaWithCd
     """
 
     kind = modified.BetaWithCdf
-    supports: ClassVar = {
-        "concentration1": constraints.positive,
-        "concentration0": constraints.positive,
-    }
+    supports: ClassVar = dict.fromkeys(("concentration1", "concentration0"), constraints.positive)
     defaults: ClassVar = {name: lambda _: Gamma(EVEN, 1e-6) for name in supports}
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
@@ -586,12 +588,8 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, modified.Angle)):
 
 def _falling_root(slope: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
     """Root in [1e-9, 1e9] of a decreasing function of positive numbers, by bisection."""
-    low, high = torch.full_like(like, math.log(1e-9)), torch.full_like(like, math.log(1e9))
-    for _ in range(60):
-        middle = (low + high) / 2
-        rises = slope(middle.exp()) > 0
-        low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
-    return ((low + high) / 2).exp()
+    ends = torch.full_like(like, math.log(1e-9)), torch.full_like(like, math.log(1e9))
+    return first_reaching(lambda logs: ~(slope(logs.exp()) > 0), *ends).exp()
 
 
 log_normal = family("log_normal", LogNormalEmission, dim=0)

@@ -106,8 +106,7 @@ class Linear(Family):
         self.register_buffer("free", free)
         self.register_buffer("one", one)
         self.register_buffer("prior_loc", torch.zeros(()), persistent=False)  # for its dtype
-        number = None if free is None else int(free[..., : self.width].sum())
-        size = (*shape, self.width) if number is None else (number,)
+        size = (*shape, self.width) if free is None else (int(free[..., : self.width].sum()),)
         if self.terms:
             self.register_buffer("spread", torch.full((*shape, len(curves)), torch.nan))
             self.smooth = PyroSample(Penalty(_curves))

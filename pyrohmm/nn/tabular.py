@@ -15,7 +15,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import check_booleans, check_shape, check_size
+from .._checks import check_booleans, check_kind, check_shape, check_size
 from ..chains.base import ExpectedCounts
 from ..chains.blocks import BlockChain
 from ..chains.markov import MarkovChain
@@ -102,8 +102,7 @@ class ChainTables(HMMModule, Family):
             TypeError: If ``hmm`` is not of the kind that the module builds.
             ValueError: If parameters of ``hmm`` have a dimension of steps.
         """
-        if not isinstance(hmm, cls.builds):
-            raise TypeError(f"hmm must be a {cls.builds.__name__}; got {type(hmm).__name__}.")
+        check_kind("hmm", hmm, cls.builds, f"a {cls.builds.__name__}")
         if hmm.emission_per_step:
             text = f"hmm has parameters per step, and a {cls.__name__} has not"
             raise ValueError(f"{text}. Choose one step.")
@@ -478,31 +477,25 @@ class StickyHDPHMM(ChainTables):
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Sample weights given table counts, then rows given weights (Fox et al., 2011)."""
         known: Any = self._buffers | current
-        gamma, alpha, kappa, weights = (
-            known[name].double() for name in ("gamma", "alpha", "kappa", "weights")
-        )
+        wide = {name: known[name].double() for name in self.overcomplete}
         least = torch.finfo(known["weights"].dtype).tiny  # what is smaller counts as that
-        stay = kappa[..., None, None] * torch.eye(self.num_states).to(kappa)
 
-        def strengths(weights: Tensor) -> Statistics:
-            shared = (alpha.unsqueeze(-1) * weights).clamp(min=LEAST)
-            return {"initial": shared, "transition": shared.unsqueeze(-2) + stay}
+        def strength(name: str) -> Tensor:
+            return self.at(wide).prior(name).concentration
 
         samples = {}
         if self.has_prior("weights"):
-            prior = strengths(weights)
-            tables = {n: _tables(count, prior[n]) for n, count in statistics.items()}
-            counts = tables.get("initial", torch.zeros_like(prior["initial"]))
+            tables = {name: _tables(count, strength(name)) for name, count in statistics.items()}
+            counts = tables.get("initial", torch.zeros_like(wide["weights"]))
             if "transition" in tables:
-                entered, stay_share = tables["transition"], kappa.unsqueeze(-1)
-                stay_share = stay_share / (stay_share + prior["initial"])
-                own = entered.diagonal(dim1=-2, dim2=-1)
-                counts = counts + entered.sum(-2) - torch.binomial(own, stay_share + 0 * own)
-            weights = sample_rows((gamma / self.num_states).unsqueeze(-1) + counts)
-            samples["weights"] = weights
-        prior = strengths(weights)
+                entered = tables["transition"]
+                pairs = entered, strength("transition")
+                own, stays = (part.diagonal(dim1=-2, dim2=-1) for part in pairs)
+                share = wide["kappa"].unsqueeze(-1) / stays  # of the tables that staying opens
+                counts = counts + entered.sum(-2) - torch.binomial(own, share + 0 * own)
+            wide["weights"] = samples["weights"] = sample_rows(strength("weights") + counts)
         for name, count in statistics.items():
-            samples[name] = sample_rows(prior[name] + count).clamp(min=least)
+            samples[name] = sample_rows(strength(name) + count).clamp(min=least)
         return samples
 
 

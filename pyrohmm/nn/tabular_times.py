@@ -23,7 +23,7 @@ from .closed_form import (
     under,
     with_priors,
 )
-from .durations import DurationFamily, DurationMStep, free_durations
+from .durations import DurationFamily, free_durations
 from .family import Emission, EmissionFamily, Number, build_part, positive
 from .tabular import ChainTables, TabularHMM
 
@@ -115,7 +115,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
     def statistics(self, expected: ExpectedCounts) -> Statistics:
         """Sufficient statistics: expected counts of free tables, and of durations."""
         chain = super().statistics(expected)
-        if not isinstance(self.duration, DurationMStep):
+        if not hasattr(self.duration, "m_step"):
             return chain
         left_censored = expected.counts["log_initial"] if self.censored_start else None
         lasted = self.duration.statistics(expected.counts["log_duration"], left_censored)
@@ -125,7 +125,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         """M-step: normalised counts, and the mode of durations if they have an M-step."""
         chain = {name: value for name, value in statistics.items() if "." not in name}
         values, notes = super().m_step(chain)
-        if isinstance(self.duration, DurationMStep):
+        if hasattr(self.duration, "m_step"):
             mode, remarks = mode_of_part(self.duration, "duration.", statistics)
             values, notes = values | mode, notes + remarks
         return values, notes

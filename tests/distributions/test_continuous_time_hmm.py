@@ -55,6 +55,13 @@ def rates(request):
     return request.param
 
 
+def test_steps_that_are_equally_far_apart_have_a_posterior_of_paths(values):
+    hmm = model(times=torch.arange(float(T)))
+    states = hmm.posterior_states(values)
+    torch.testing.assert_close(states.log_partition(), hmm.log_prob(values))
+    torch.testing.assert_close(states.marginals(), hmm.posterior(values).state_probs)
+
+
 def test_gradients_are_those_of_differences(values):
     """By each rate, the first state and the times' gaps as they are."""
     free = torch.tensor([0.6, 0.4, 0.2, 0.3, 0.5, 0.1], requires_grad=True)

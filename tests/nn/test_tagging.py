@@ -148,6 +148,7 @@ def test_a_continued_sequence_is_the_rest_of_the_whole(variant):
         close = torch.testing.assert_close
         close(hmm.log_prob_of_tags(rest), whole.log_prob_of_tags(values))
         close(hmm.tag_probs(rest)[:, -1], whole.tag_probs(values)[:, -1])
+        close(hmm.posterior_states(rest).log_partition(), hmm.log_prob(rest))
         best, chain = hmm.best_path(rest), hmm.dense()
         emission, log_tags = hmm.emission.parts[0].logits, hmm.log_tags
         paths = torch.tensor(list(itertools.product(range(5), range(5), range(3), range(3))))
