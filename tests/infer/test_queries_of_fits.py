@@ -98,7 +98,7 @@ def test_answers_go_back_to_the_rows_of_a_table():
         lambda fit: fit.plot: "Did you mean plots.transition(fit.hmm(data))",
         lambda fit: fit.save: "Did you mean save(fit, directory)",
         lambda fit: fit.bic: "Did you mean metrics.bic(fit, data)",
-        lambda fit: fit.check_markov: "Queries take an HMM: fit.hmm(data).check_markov",
+        lambda fit: fit.with_lengths: "Queries take an HMM: fit.hmm(data).with_lengths",
         lambda fit: metrics.held_out_log_evidence(PosteriorDraws.of(fit), SMALL): "fit must be a",
         lambda fit: fit_em(module(1), SMALL, priors=None): "priors must be True or False; got None",
         lambda fit: fit_gibbs(module(1), SMALL, burn_in=3): "Did you mean warmup",
