@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -44,7 +45,7 @@ SYNONYMS = [  # names of one argument, here and elsewhere
         "dim n_features num_features embedding_dim D", "hidden_dim hidden_size n_hidden",
         "axes ax", "observed mask", "names labels", "num_parameters n_params",
         "num_folds n_folds cv n_splits", "count k", "num_sequences n_sequences",
-        "labels states y", "by group groups groupby id", "columns column values value",
+        "columns column values value y", "labels states y", "by group groups groupby id animal",
         "time times timestamp", "covariates exog", "num_clusters n_clusters", "x times dates",
     )
 ]  # fmt: skip
@@ -86,6 +87,11 @@ class OwnChecks(TorchDistribution):
 
     arg_constraints: dict[str, Constraint] = {}  # noqa: RUF012  # torch's interface
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
+
     if not TYPE_CHECKING:  # which knows the attributes there are
 
         def __getattr__(self, name: str) -> Any:
@@ -113,13 +119,16 @@ def unknown_argument(function: Callable[..., Any], name: str, known: Iterable[st
     """Error for an unknown argument ``name``, with the known one that is meant, if any."""
     near = synonyms(name, known) or get_close_matches(name, known, 1, 0.75)
     cure = f" Did you mean {near[0]}?" if near else ""
+    if name == "covariance_type":
+        cure = " Families of covariances are normal_full, normal_tied and normal_spherical."
     whose = function.__qualname__.removesuffix(".__init__")
     return TypeError(f"{whose}() got an unexpected keyword argument {name!r}.{cure}")
 
 
 def names_checked(function: Checked) -> Checked:
-    """Decorator: for an unknown argument, suggest the one that is meant."""
-    known = inspect.signature(function).parameters
+    """Decorator: a call that does not fit the signature is refused with the arguments there are."""
+    signature = inspect.signature(function)
+    known = signature.parameters
     others = any(part.kind is part.VAR_KEYWORD for part in known.values())  # of another function
 
     @wraps(function)
@@ -127,13 +136,38 @@ def names_checked(function: Checked) -> Checked:
         for name in kwargs.keys() - known.keys():
             if not others or synonyms(name, known):
                 raise unknown_argument(function, name, known)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            _explain(function, args, kwargs, error)
+            raise
 
     return call  # type: ignore[return-value]
 
 
+def _explain(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> None:
+    """Raise TypeError if the call does not fit the signature, or an argument is of another kind."""
+    signature = inspect.signature(function)
+    known = signature.parameters
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as unfit:
+        own = next(iter(known), "") in ("self", "cls")
+        parts = [x.replace(annotation=x.empty, default=x.empty) for x in known.values()][own:]
+        kinds = [type(each).__name__ for each in args[own:]] + [f"{name}=" for name in kwargs]
+        text = f"{function.__qualname__}{inspect.Signature(parts)} got ({', '.join(kinds)})"
+        raise TypeError(f"{text}: {unfit}.") from None
+    for name, value in given.items():
+        wanted, of = known[name].annotation, type(value)
+        right = {"Any", *(kind.__name__ for kind in of.__mro__)}  # any of them
+        if value is not getattr(error, "obj", error) or not isinstance(wanted, str):
+            continue  # it was not asked for an attribute that it has not
+        if not right & set(re.findall(r"\w+", wanted)):
+            raise TypeError(f"{name} must be {wanted}; got {of.__name__}. {error}") from None
+
+
 def all_names_checked(module: dict[str, Any], *others: Any) -> None:
-    """Let the public functions in the globals of a module suggest names: its last line.
+    """Check calls of the public functions and methods in the globals of a module: its last line.
 
     ``dir`` of the module shows them, its classes and ``others``.
     """
@@ -141,6 +175,20 @@ def all_names_checked(module: dict[str, Any], *others: Any) -> None:
     public = {x.__name__: x for x in (*own, *others) if x.__name__[0] != "_"}
     module["__dir__"] = lambda: list(public)
     module |= {n: names_checked(x) for n, x in public.items() if inspect.isfunction(x)}
+    for kind in filter(inspect.isclass, public.values()):
+        for name, part in list(vars(kind).items()):
+            if isinstance(part, classmethod):
+                setattr(kind, name, classmethod(names_checked(part.__func__)))
+            elif inspect.isfunction(part) and (name[0] != "_" or name == "__init__"):
+                setattr(kind, name, names_checked(part))
+
+
+def sample_size(sample_shape: Any) -> torch.Size:
+    """Shape of samples that a caller asks for; raise unless it is a tuple."""
+    if isinstance(sample_shape, tuple | list):
+        return torch.Size(sample_shape)
+    text = f"sample_shape must be a tuple, such as (10,); got {type(sample_shape).__name__}"
+    raise TypeError(f"{text}. Of values ask a method, such as hmm.log_prob(values).")
 
 
 def check_kind(
@@ -157,7 +205,7 @@ def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         cure = "Convert it with torch.as_tensor."
         if hasattr(value, "lengths"):  # Sequences
-            cure = "Give one of its tensors: data.lengths, data.values."
+            cure = "Give data.lengths or data.values; a guide is of MarginalModel(module)."
         raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. {cure}")
 
 

@@ -10,6 +10,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import NUTS
 from pyro.infer.autoguide import AutoDelta
 
 from pyrohmm import (
@@ -18,6 +19,7 @@ from pyrohmm import (
     ContinuousTimeHMM,
     CooccurrenceModel,
     DenseHMM,
+    DiversityPrior,
     Filter,
     LanguageModel,
     LinearChainCRF,
@@ -41,23 +43,29 @@ from pyrohmm import (
     fit_map,
     fit_mcmc,
     fit_svi,
+    formulas,
     freeze,
     gamma,
     metrics,
+    movement,
     normal,
     normal_mixture,
     parametric,
+    parametric_durations,
     plots,
     poisson,
     queries,
     regression,
     streams,
+    tied,
     to_arviz,
     von_mises,
+    zero_inflated,
 )
 from pyrohmm.data import StoredSequences, Vocabulary
 from pyrohmm.data.formulas import Design
-from pyrohmm.data.readers import Entry, corpus_of, read_characters
+from pyrohmm.data.readers import Entry, corpus_of, read_characters, read_sentences
+from pyrohmm.language.text import count_words
 from pyrohmm.sklearn import GaussianHMM
 
 PI = torch.tensor([0.6, 0.4]).log()
@@ -138,7 +146,7 @@ CONVERT = "Convert it with torch.as_tensor"
     ("counts for logs", lambda: hmm(PI, 9 * torch.eye(2)), ValueError, "Divide counts"),
     ("scores not normalised", lambda: hmm(PI, A + 1), ValueError, r"Call \.log_softmax"),
     ("matrix of other K", lambda: hmm(PI, torch.zeros(3, 3)), ValueError,
-     r"log_transition must end in shape \(K, K\) = \(2, 2\); got shape \(3, 3\)"),
+     r"log_transition must end in shape \(K, K\) = \(2, 2\), as log_initial is \(2,\); got"),
     ("matrix not square", lambda: hmm(PI, A[:1]), ValueError, r"log_transition .*got shape \(1, 2"),
     ("integers for floats", lambda: hmm(torch.zeros(2).long()), TypeError,
      r"log_initial must be floating point; got dtype torch.int64. Call \.float"),
@@ -187,7 +195,7 @@ def test_distributions(mistake, error, words):
     ("fit for HMM", lambda: Filter(fit_em(module(), data(), num_iterations=1)), TypeError,
      "got Fit. Give that of one stream: fit.hmm"),
     *[(f"{query.__name__} of a fit", lambda query=query: query(fit_em(module(), data()), X),
-       AttributeError, r"'Fit' object has no .*Queries take an HMM: fit\.hmm\(data\)")
+       TypeError, r"'Fit' object has no .*Queries take an HMM: fit\.hmm\(data\)")
       for query in (queries.impute, queries.predictive_log_prob)],
     ("segments of a fit", lambda: queries.segments(fit_em(module(), data()), X), TypeError,
      r"states must be a tensor; got Fit. Ask fit.predict\(data\)"),
@@ -397,7 +405,7 @@ def test_data(mistake, error, words):
      "Families of covariances are normal_full, normal_tied and"),
     ("MAP by init", lambda: fit_map(model(), data(), init=1), TypeError, "'. Did you mean start"),
     ("parts before the dimension", lambda: normal_mixture(3, 2), TypeError,
-     "Give num_components by name; the dimension comes first"),
+     r"\*, num_components\) got \(int, int\): missing .*'num_components'"),
     ("BIC of data", lambda: metrics.bic(data(), None), TypeError, "fit must be a Fit"),
     ("MAP of a module", lambda: fit_map(module(), data()), TypeError,
      r"model must be a Pyro model .*MarginalModel\(module\)"),
@@ -413,7 +421,7 @@ def test_data(mistake, error, words):
     ("losses of an HMM", lambda: plots.losses(hmm()), TypeError, "fit must be a Fit, .*got HMM"),
     ("an estimator of Sequences", lambda: GaussianHMM().fit(data()), TypeError,
      "got Sequences. Call fit_em, or give X, lengths = data.to_concatenated"),
-    ("a module of data", lambda: module()(data()), TypeError, "got Sequences.* data.lengths, "),
+    ("a module of data", lambda: module()(data()), TypeError, "got Sequences.* data.lengths "),
     ("a constant that is none", lambda: freeze(module(), "transition", torch.ones(2, 2)),
      ValueError, "value of 'transition' must lie in its space, "),
     ("a rate that is none", lambda: freeze(TabularHMM(2, parametric(POISSONS)), "emission.rate",
@@ -457,6 +465,90 @@ def test_data(mistake, error, words):
 def test_modules_and_fits(mistake, error, words):
     with pytest.raises(error, match=words):
         mistake()
+
+
+@refuses([
+    ("too many", lambda: fit_em(module(), data(), [3, 2]), TypeError,
+     r"fit_em\(module, data, \*, num_.*\) got \(TabularHMM, Sequences, list\): too many pos"),
+    ("no guide", lambda: fit_svi(model(), data()), TypeError,
+     r"fit_svi\(model, guide, data, .*got \(MarginalModel, Sequences\): missing .* 'data'"),
+    ("no data", lambda: fit_em(module(), data()).predict(), TypeError,
+     r"predict\(data, algorithm\) got \(\): missing .* 'data'"),
+    ("no durations", lambda: HSMM(PI, A, B, LENGTHS), TypeError,
+     r"\(log_initial, log_transition, log_duration, .*got \(Tensor, Tensor, Categorical, Tensor\)"),
+    ("columns by place", lambda: Sequences.from_dataframe({"x": [1.0]}, "x"), TypeError,
+     r"\(frame, \*, columns, .*got \(dict, str\): too many"),
+    ("scores of a CRF again", lambda: LinearChainCRF(torch.zeros(3, 2), A).viterbi(X), TypeError,
+     r"viterbi\(\) got \(Tensor\): too many"),
+    ("a formula first", lambda: formulas("~ x", {}), TypeError,
+     r"\(frame, \*\*parts\) got \(str, dict"),
+    ("samples by number", lambda: hmm().sample(10), TypeError,
+     r"sample_shape must be a tuple, such as \(10,\); got int"),
+    ("an HMM of values", lambda: hmm()(X), TypeError, "sample_shape .*got Tensor. Of values ask"),
+    *[(f"{wrong} of a method", call, TypeError, f"'{wrong}'. Did you mean {meant}") for
+      wrong, meant, call in [
+          ("steps", "num_steps", lambda: fit_em(module(), data()).forecast(data(), steps=2)),
+          ("k", "count", lambda: LinearChainCRF(torch.zeros(3, 2), A).k_best(k=2)),
+          ("seed", "generator", lambda: LanguageModel.generate(None, 2, seed=1)),
+          ("num_samples", "num_draws", lambda: PosteriorDraws.of(None, num_samples=2)),
+          ("group", "animal", lambda: movement([0.0], [0.0], group=[1])),
+      ]],
+    ("criterion of a list", lambda: plots.criterion([1.0]), TypeError,
+     r"scores must be Mapping\[int, float\] .*; got list. 'list' object has no"),
+    ("a fit for samples", lambda: plots.transition_posterior(fit_em(module(), data())), TypeError,
+     "samples must be Tensor; got Fit"),
+    ("validation of NumPy", lambda: fit_map(model(), data(), validation=X.numpy()), TypeError,
+     r"validation must be Sequences \| None; got ndarray"),
+    ("folds without a fit", lambda: metrics.cross_validate(lambda part: None, data(), 2), TypeError,
+     "fit must be .*Fit.*; got NoneType"),
+    ("blocks by number", lambda: NeuralHMM(8, 10, blocks=4), TypeError,
+     "blocks must be Blocks .*got int"),
+    ("a kernel", lambda: fit_mcmc(NUTS(model()), data()), TypeError,
+     "model must be a Pyro model of the data; got NUTS. Give MarginalModel"),
+    *[("a class of priors", prior, TypeError, "log_prior must be a function of the HMM; got type")
+      for prior in (lambda: MarginalModel(module(), DiversityPrior),
+                    lambda: fit_em(module(), data(), log_prior=DiversityPrior))],
+    ("a start by HMM", lambda: fit_em(module(), data(), start=hmm()), TypeError,
+     r"start must be .*starts.from_hmm\(hmm\), .*got HMM"),
+    ("a seed", lambda: fit_em(module(), data(), generator=0), TypeError,
+     r"generator must be a torch.Generator; got int. Of a seed give"),
+    ("a checkpoint, yes", lambda: fit_em(module(), data(), checkpoint=True), TypeError,
+     "checkpoint must be the name of a file; got bool"),
+    ("latitude first", lambda: movement("lat", "lon", frame={"lat": [52.0], "lon": [13.0]}),
+     ValueError, "longitude must be degrees .*got lat. The longitude comes first"),
+    ("columns of no frame", lambda: movement("lon", "latitude"), ValueError,
+     "Of names give frame="),
+    ("a share in percent", lambda: data().split(80), ValueError,
+     "share must be between 0 and 1; got 80"),
+    *[("a distribution by name", lambda make=make: make("poisson"), TypeError,
+       r"distribution must be one of batch shape \(K,\); got poisson")
+      for make in (parametric, lambda name: parametric_durations(name, 5)(2))],
+    ("zeros of a distribution", lambda: TabularHMM(2, zero_inflated(POISSONS)), TypeError,
+     "family must be an emission family, .*got Poisson"),
+    ("emissions shared by name", lambda: tied(normal(0), ["a", "b"]), TypeError,
+     "index must be numbers; got text"),
+    ("a file of a list", lambda: read_sentences([["a"]]), TypeError,
+     "path must be a file; got list"),
+    ("text of words", lambda: count_words([["a"]]), TypeError,
+     "lines must be lines of text, .*got a list in it. Join words"),
+    ("more states than rows", lambda: GaussianHMM(3).fit(X[:, :1].float().numpy()), ValueError,
+     "X must have a row for each of 3 clusters; got 2"),
+    ("a column of probabilities", lambda: hmm(PI[:, None]), ValueError,
+     r"log_transition must end .*= \(1, 1\), as log_initial is \(2, 1\); got shape \(2, 2\)"),
+    ("pairs of lists", lambda: fit_cooccurrence(module(), [[0, 1]]), ValueError,
+     r"got list. .* of lists Sequences.from_list\(lists\)"),
+])  # fmt: skip
+def test_calls(mistake, error, words):
+    with pytest.raises(error, match=words):
+        mistake()
+
+
+def test_errors_inside_of_a_call_stay_as_they_are():
+    """An attribute that the caller's own function lacks, and what a right argument lacks."""
+    with pytest.raises(AttributeError, match="nothing"):
+        metrics.cross_validate(lambda part: part.nothing, data(), 2)
+    with pytest.raises(TypeError, match=r"^can only concatenate"):
+        metrics.cross_validate(lambda part: [] + 1, data(), 2)
 
 
 def test_arrays_become_tensors_at_the_doors():

@@ -20,7 +20,7 @@ from pyro.infer import MCMC
 from pyro.ops.stats import quantile
 from torch import Tensor
 
-from .._checks import check_integers, check_kind, check_shape, check_size, names_checked
+from .._checks import all_names_checked, check_integers, check_kind, check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
@@ -179,7 +179,6 @@ class PosteriorDraws:
             raise ValueError(f"{text}. Add a chain by unsqueeze(0).")
 
     @classmethod
-    @names_checked
     def of(
         cls,
         posterior: Fit | MCMC | Mapping[str, Tensor] | PosteriorDraws,
@@ -608,3 +607,6 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
 def _room(data: Sequences, hmm: HMM) -> int:
     """Number of samples per batch for which S N T K stays near four million."""
     return max(1, CELLS // (data.observed.numel() * hmm.num_states))
+
+
+all_names_checked(globals())

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._arrays import to_tensor
-from .._checks import check_booleans, check_real, check_size, check_times
+from .._checks import all_names_checked, check_booleans, check_real, check_size, check_times
 from .._transforms import beside
 from ..chains.base import refuse_steps
 from ..chains.markov import MarkovChain, PathFactors
@@ -467,3 +467,6 @@ def _of_streams(
             return tensor.expand(shape)
     wanted = f"(*B, L, *E) with *B = {tuple(batch)} and *E = {event}"
     raise ValueError(f"{name} must have shape {wanted}; got {tuple(tensor.shape)}.")
+
+
+all_names_checked(globals())

@@ -276,9 +276,11 @@ class Chain:
             for letter, size in zip(core, shape):
                 sizes.setdefault(letter, size)
             if shape != (wanted := tuple(map(sizes.get, core))):
+                first = next(iter(cores))
                 raise ValueError(
-                    f"{name} must end in shape ({', '.join(core)}) = {wanted}; got shape "
-                    f"{tuple(tensor.shape)}. Dimensions of a batch come first."
+                    f"{name} must end in shape ({', '.join(core)}) = {wanted}, as {first} is "
+                    f"{tuple(self.parameters[first].shape)}; got shape {tuple(tensor.shape)}. "
+                    "Dimensions of a batch come first."
                 )
         check_same_device(self.parameters)
 

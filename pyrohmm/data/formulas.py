@@ -14,7 +14,7 @@ import numpy as np
 from scipy.interpolate import BSpline
 from torch.utils._pytree import tree_map
 
-from .._checks import check_positive_number, check_size
+from .._checks import check_positive_number, check_size, names_checked
 from .._imports import imported
 
 Frame = Any  # a DataFrame of pandas or polars, or a dict of columns
@@ -97,6 +97,7 @@ class Design:
         return found
 
 
+@names_checked
 def formulas(frame: Frame, **parts: str) -> Design:
     """Design matrices from formulas, one for each part of a model.
 

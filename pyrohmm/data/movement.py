@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._checks import names_checked
 from .sequences import Sequences
 from .steps import begins
 from .tables import Gaps
@@ -17,6 +18,7 @@ RADIUS = 6371.0088  # of the earth, in kilometres: the mean one
 STILL = 1e-9  # kilometres, above the rounding of places that are the same
 
 
+@names_checked
 def movement(
     longitude: Any,
     latitude: Any,
@@ -75,16 +77,17 @@ def movement(
         longitude, latitude, time, animal = (name if name in frame else None for name in parts)
         sizes = {name: len(part) for name, part in frame.items()}
         if len(set(sizes.values())) > 1:
-            text = f"{', '.join(sizes)} must have an entry for each location"
-            raise ValueError(f"{text}; got lengths {[*sizes.values()]}. NaN is a missing one.")
+            text = f"{', '.join(sizes)} must have an entry for each location, NaN if it is missing"
+            raise ValueError(f"{text}; got lengths {[*sizes.values()]}. Of names give frame=.")
     data = Sequences.from_dataframe(
         frame, columns=[longitude, latitude], by=animal, time=time, covariates=covariates, gaps=gaps
     )
     known, places = data.known, cast(Tensor, data.packed("values")).double()
-    columns = () if plane else zip(("longitude", "latitude"), places[known].mT, (360, 90))
-    for name, column, most in columns:
-        if len(wrong := column[column.abs() > most]):
-            text = f"{name} must be degrees from -{most} to {most}; got {wrong[0].item():g}. The"
+    sides = zip((longitude, latitude), ("longitude", "latitude"), places[known].mT, (360, 90))
+    for column, name, degrees, most in () if plane else sides:
+        swapped = {name[:3], column[:3].lower()} == {"lat", "lon"}
+        if wrong := [column] * swapped + degrees[degrees.abs() > most].tolist():
+            text = f"{name} must be degrees from -{most} to {most}; got {wrong[0]}. The"
             raise ValueError(f"{text} longitude comes first; in a plane give plane=True.")
     places = places.masked_fill(~known.unsqueeze(-1), torch.nan)
     lengths, turns = (part[0] for part in _steps(places.unsqueeze(0), plane))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._checks import check_size
+from .._checks import check_kind, check_size
 from .sequences import Sequences
 from .steps import NO_CODE, encoded
 from .vocabulary import CLASS_COUNT as CLASS_COUNT
@@ -114,6 +114,7 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
 
 def numbered_lines(path: FilePath) -> Iterator[tuple[int, str]]:
     """Read the number, from 1, and text of each line; only a newline ends a line."""
+    check_kind("path", path, str | os.PathLike, "a file", "Of lines, give .split() to from_list.")
     number = 0
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as file:

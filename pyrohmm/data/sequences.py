@@ -389,6 +389,8 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             >>> len(train), len(test)
             (3, 1)
         """
+        if not 0 < share < 1:
+            raise ValueError(f"share must be between 0 and 1; got {share}. For 80 % give 0.8.")
         first = round(share * len(self))
         order = torch.randperm(len(self), generator=generator)
         return self[order[:first].sort().values], self[order[first:].sort().values]

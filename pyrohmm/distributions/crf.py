@@ -17,6 +17,7 @@ from torch.distributions import constraints
 from .._checks import (
     OwnChecks,
     PyroValidation,
+    all_names_checked,
     check_broadcast,
     check_integers,
     check_lengths,
@@ -24,6 +25,7 @@ from .._checks import (
     check_same_device,
     check_size,
     check_trailing,
+    sample_size,
 )
 from .._precision import at_least_single, full_precision
 from .._sync import exceeds, with_one_wait
@@ -308,7 +310,7 @@ class LinearChainCRF(OwnChecks):
         Raises:
             ValueError: If no path of a sequence is possible.
         """
-        shape = torch.Size(sample_shape)
+        shape = sample_size(sample_shape)
         with torch.no_grad():
             if bool(self.log_partition().isneginf().any()):
                 raise ValueError(
@@ -324,3 +326,6 @@ def _peak(scores: Tensor, dims: int) -> Tensor:
     if not scores.numel():
         return scores.new_zeros(*scores.shape[:-dims], *(1,) * dims)
     return finite_or_zero(scores.detach().amax(tuple(range(-dims, 0)), keepdim=True))
+
+
+all_names_checked(globals())

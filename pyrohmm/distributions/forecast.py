@@ -20,6 +20,7 @@ from .._checks import (
     check_probs,
     check_real,
     check_trailing,
+    sample_size,
 )
 from .._choices import CACHED
 from ..ops.markov import CategoricalTable, sample_chain
@@ -408,7 +409,7 @@ class Forecast(OwnChecks):
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample each observation, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
-            shape = torch.Size(sample_shape)
+            shape = sample_size(sample_shape)
             states = torch.distributions.Categorical(probs=self.state_probs).sample(shape)
             return sample_emission(self.emission, states)
 
@@ -491,7 +492,7 @@ class AutoregressiveForecast(Forecast):
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample sequences of observations, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
-            shape, first = torch.Size(sample_shape) + self.batch_shape, self.state_probs[..., 0, :]
+            shape, first = sample_size(sample_shape) + self.batch_shape, self.state_probs[..., 0, :]
             matrices = self.log_transition.unsqueeze(-3)
             states = sample_chain(first.log(), matrices, shape[:-1], shape[-1])
             return sample_in_time(self.emission, states)

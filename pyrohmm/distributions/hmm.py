@@ -17,6 +17,7 @@ from .._checks import (
     check_range,
     check_size,
     check_trailing,
+    sample_size,
 )
 from .._precision import full_precision
 from .._sync import with_one_wait
@@ -354,7 +355,7 @@ class HMM(ChainDistribution):
     @opaque
     def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
-        shape = torch.Size(sample_shape)
+        shape = sample_size(sample_shape)
         likelihood = self._read(values, check=True)
         self.chain.refuse_nan(likelihood)
         states = self.chain.sample_states(likelihood, self.lengths, shape.numel())
@@ -464,7 +465,7 @@ class HMM(ChainDistribution):
 
     def sample_with_states(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Sample sequences ``(*S, *B, T, *E)`` and the states ``(*S, *B, T)`` that emitted them."""
-        shape = torch.Size(sample_shape) + self.batch_shape
+        shape = sample_size(sample_shape) + self.batch_shape
         with torch.no_grad():
             states = self.sample_prior_states(shape)
             return self.sample_observations(states), states

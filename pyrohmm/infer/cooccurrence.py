@@ -296,8 +296,8 @@ def _symbol_probs(emission: Any) -> Tensor:
 def _weight(target: Target, loss: Loss) -> float:
     """Default weight of a loss, which makes it (nearly) minus a log-likelihood of all pairs."""
     if not isinstance(target, Pairs):
-        text = "weight must be given for dense shares as data, which are not counts"
-        raise ValueError(f"{text}. Give the number of pairs.")
+        text = f"weight must be given for dense shares, no counts; got {type(target).__name__}"
+        raise ValueError(f"{text}. Give the number of pairs; of lists Sequences.from_list(lists).")
     if loss is squared_distance:
         return target.total / (2 * target.squares)
     return float(target.total)

@@ -21,7 +21,7 @@ import torch
 from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
 
-from .._checks import check_size, check_tolerance, names_checked, warn_caller
+from .._checks import check_kind, check_size, check_tolerance, names_checked, warn_caller
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.files import digits, identity_of
@@ -240,12 +240,9 @@ def _check(
     for name in ("num_iterations", "restarts", "batch_size"):
         if others[name] is not None:
             check_size(name, others[name])
-    check_module(module)
-    if log_prior is not None and not callable(log_prior):
-        raise TypeError(
-            f"log_prior must be callable; got {type(log_prior).__name__}. Give "
-            "DiversityPrior(...), or a function of the HMM."
-        )
+    check_module(module, log_prior=log_prior)
+    cure = "Of a seed give torch.Generator().manual_seed(seed)."
+    check_kind("generator", others["generator"], torch.Generator | None, "a torch.Generator", cure)
     fits = isinstance(module, TransitionCounts) and isinstance(log_prior, TransitionPrior)
     if transition_step is not None and not fits:
         raise ValueError(

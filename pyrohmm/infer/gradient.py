@@ -14,7 +14,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_sample, init_to_value
 from torch import nn
 
-from .._checks import check_kind
+from .._checks import check_kind, names_checked
 from .._choices import first_values
 from ..data.parts import Parts, first_sequence, parts_of
 from ..data.sequences import Sequences
@@ -33,6 +33,7 @@ from .starts import by_kmeans, seen_by
 from .training import train
 
 
+@names_checked
 @exclusive()
 def fit_svi(
     model: Callable[..., Any],
@@ -106,6 +107,7 @@ def fit_svi(
     return train(fit_svi, locals(), model, lambda *_: guide, "SVI")
 
 
+@names_checked
 @exclusive()
 def fit_map(
     model: Callable[..., Any],

@@ -39,7 +39,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import check_size
+from .._checks import check_size, names_checked
 from .._choices import first_values
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -323,6 +323,7 @@ class _Search:
         return place, notes
 
 
+@names_checked
 @exclusive()
 def fit_laplace(
     model: Callable[..., Any],

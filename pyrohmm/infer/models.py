@@ -175,12 +175,15 @@ def unweighted(module: Any) -> dict[str, Linear]:
     }
 
 
-def check_module(module: object, kind: type = HMMModule) -> None:
-    """Raise unless ``module`` is an HMMModule, or of another ``kind``, and say which there are."""
+def check_module(module: object, kind: type = HMMModule, log_prior: object = None) -> None:
+    """Raise unless ``module`` is an HMMModule, or of ``kind``, and ``log_prior`` a function."""
     if not isinstance(module, kind):
         inner = isinstance(getattr(module, "module", None), kind)
         cure = "Pass its .module." if inner else "Give one such as TabularHMM(K, normal())."
         raise TypeError(f"module must be an HMMModule; got {type(module).__name__}. {cure}")
+    if isinstance(log_prior, type) or not (log_prior is None or callable(log_prior)):
+        text = f"log_prior must be a function of the HMM; got {type(log_prior).__name__}"
+        raise TypeError(f"{text}. Give one such as DiversityPrior(1.0).")
 
 
 def check_returns_hmm(hmm: Any) -> HMM:
@@ -223,7 +226,7 @@ class MarginalModel(OwnParameters):
 
     def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
         super().__init__()
-        check_module(module, torch.nn.Module)
+        check_module(module, torch.nn.Module, log_prior)
         self.module = module
         self.log_prior = log_prior
 

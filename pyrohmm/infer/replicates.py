@@ -14,7 +14,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import check_kind, check_size
 from ..distributions.hmm import HMM
 from ..ops.newton import Peak, climb
 from .uncertainty import Information, graded, normal_quantile
@@ -174,9 +174,7 @@ def bootstrap(
 ) -> Bootstrap:
     """Bootstrap a fit: refit the model to simulated or resampled data."""
     check_size("num_samples", num_samples, 2)
-    if not isinstance(parametric, bool):
-        text = f"parametric must be True or False; got {parametric!r}"
-        raise TypeError(f"{text}. False resamples sequences.")
+    check_kind("parametric", parametric, bool, "True or False", "False resamples sequences.")
     data = information.data
     parts = [part for part, _ in information.pieces]
     if not parametric:

@@ -17,7 +17,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import WORDS, check_kind, check_probs, check_size
+from .._checks import WORDS, all_names_checked, check_kind, check_probs, check_size
 from ..data.sequences import Sequences, check_sequences
 from ..data.steps import read_times
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -667,3 +667,6 @@ def model_name(model: Any) -> str:
 def name_of(part: Any) -> str:
     """Name of a function, or of an object's class."""
     return getattr(part, "__name__", type(part).__name__)
+
+
+all_names_checked(globals())

@@ -351,11 +351,9 @@ def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Val
     """Set the parameters to a start, or to those of a first M-step from it."""
     with first_values(parameters.data.device):
         module = parameters.module
-        if not isinstance(start, dict) and not callable(start):
-            raise TypeError(
-                "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
-                f"{start!r}."
-            )
+        if isinstance(start, HMM) or not (isinstance(start, dict) or callable(start)):
+            text = "start must be a function such as starts.by_kmeans, starts.from_hmm(hmm), a fit"
+            raise TypeError(f"{text}, or values by name; got {start!r}.")
         data = next(iter(parts_of(parameters.data)))
         some = data if parameters.points else seen_by(start, data)
         found = start if isinstance(start, dict) else start(module, some, parameters.restarts)

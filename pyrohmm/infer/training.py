@@ -17,6 +17,7 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from pyro.nn import PyroModule
 from torch import Tensor
 
@@ -473,7 +474,7 @@ def check_model_and_data(model: Any, data: Any) -> None:
             f"model must be a Pyro model of the data; got the HMMModule {type(model).__name__}. "
             "Put it into one: MarginalModel(module)."
         )
-    if not callable(model):
+    if isinstance(model, MCMCKernel) or not callable(model):
         text = f"model must be a Pyro model of the data; got {type(model).__name__}"
         raise TypeError(f"{text}. Give MarginalModel(module), or of a fit its fit.model.")
     if isinstance(model, PyroModule) and model._pyro_context.active:

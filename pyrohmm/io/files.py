@@ -291,6 +291,7 @@ class Checkpoint:
         writes: bool = True,
         of_first: Callable[[Callable[[], Any]], Any] = lambda read: read(),
     ) -> None:
+        check_kind("checkpoint", path, str | os.PathLike, "the name of a file")
         self.path, self.of_first = Path(path), of_first
         of_first(self._check_place)
         self.identity = identity | {"seed": torch.initial_seed()}

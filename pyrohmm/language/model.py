@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_kind, check_size, names_checked
+from .._checks import all_names_checked, check_kind, check_size
 from ..analysis.metrics import Perplexity
 from ..analysis.queries import predictive_log_prob
 from ..data.batches import batches_in_round, cut_by_steps
@@ -168,7 +168,6 @@ class LanguageModel:
 
     # Fitting
 
-    @names_checked
     def fit(
         self,
         data: Sentences,
@@ -498,3 +497,6 @@ def _model_of(tensors: dict[str, Tensor], meta: dict[str, Any]) -> LanguageModel
 
 def _as_saved(dropout: float | LinearDropout | None) -> object:
     return asdict(dropout) if isinstance(dropout, LinearDropout) else dropout
+
+
+all_names_checked(globals())

@@ -172,12 +172,12 @@ def stored_text(data: StoredSequences) -> StoredSequences:
 
 def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
     """Split each line into words; raise at a single string, whose letters would be lines."""
+    text = f"{name} must be lines of text, such as a list of str; got a"
     if isinstance(lines, str | bytes):
-        raise TypeError(
-            f"{name} must be lines of text, such as a list of str; got a single "
-            f"{type(lines).__name__}. Put it into a list."
-        )
+        raise TypeError(f"{text} single {type(lines).__name__}. Put it into a list.")
     for line in lines:
+        if not isinstance(line, str):
+            raise TypeError(f"{text} {type(line).__name__} in it. Join words: ' '.join(words).")
         yield line.removeprefix("\ufeff").split()  # a byte-order mark may begin a file
 
 

@@ -122,10 +122,8 @@ class HMMModule(OwnParameters):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        init = vars(cls).get("__init__")
-        parts = inspect.signature(init).parameters.values() if init else []
-        if init and not any(part.kind is part.VAR_KEYWORD for part in parts):  # takes any name
-            cls.__init__ = names_checked(init)  # type: ignore[method-assign]
+        if "__init__" in vars(cls):
+            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
 
     if not TYPE_CHECKING:  # which knows the attributes there are
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import distributions as torch_dist
 from torch.distributions import constraints
 
+from .._arrays import to_tensor
 from .._checks import check_integers
 from ..distributions import modified
 from ..distributions.hard_zeros import exact_log_prob, without_events
@@ -31,7 +32,7 @@ from .closed_form import (
     under,
 )
 from .emissions import from_distribution
-from .family import Components, Emission, EmissionFamily
+from .family import Components, Emission, EmissionFamily, build_part
 from .newton import EXAMPLE, NewtonComponents
 from .normals import take_moments
 
@@ -63,7 +64,7 @@ class _Composite(Emission):
 
     def add(self, name: str, family: EmissionFamily, num_states: int) -> PyroModule:
         """Build a part for ``num_states`` states, and check that its M-step is closed."""
-        part = family(num_states)
+        part = build_part(name, "an emission family", "normal(2)", family, num_states)
         if not isinstance(part, EmissionMStep) or getattr(part, "in_time", False):
             raise TypeError(
                 f"{name} must have a closed M-step, and emit observations that depend on the state "
@@ -151,7 +152,7 @@ def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
         >>> tied(categorical(4), [0, 0, 1])(3)().batch_shape
         torch.Size([3])
     """
-    numbers = torch.as_tensor(index)
+    numbers = to_tensor("index", index)
     check_integers("index", numbers)
     if numbers.dim() != 1 or sorted(set(numbers.tolist())) != list(range(int(numbers.max()) + 1)):
         text = f"index must be (K,) integers that use all numbers from 0; got {index}"
@@ -204,7 +205,7 @@ class _Modified(NewtonComponents):
     """Base of families around another, ``part``, of independent components."""
 
     def __init__(self, num_states: int, inner: EmissionFamily, **priors: TorchDistribution) -> None:
-        part: Any = inner(num_states)
+        part: Any = build_part("family", "an emission family", "normal(2)", inner, num_states)
         shapes = {tuple(getattr(part, "shape", ()))}
         if isinstance(part, Components):
             with torch.no_grad(), torch.random.fork_rng(devices=[]):

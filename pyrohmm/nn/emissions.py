@@ -35,10 +35,9 @@ def parametric(distribution: Any, **priors: TorchDistribution) -> EmissionFamily
         >>> family(2)().batch_shape
         torch.Size([2])
     """
-    if isinstance(distribution, type):
-        got = distribution.__name__
-        text = f"distribution must be one of batch shape (K,); got the class {got}"
-        raise TypeError(f"{text}. Call it with its parameters.")
+    if isinstance(distribution, type) or not hasattr(distribution, "batch_shape"):
+        text = f"distribution must be one of batch shape (K,); got {distribution}"
+        raise TypeError(f"{text}. Call the class with its parameters.")
     return partial(_of_points, distribution=distribution, priors=priors)
 
 

@@ -15,7 +15,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._checks import check_positive, check_positive_number, check_size, unknown_argument
+from .._checks import check_positive, check_positive_number, check_size, names_checked
 from .._sync import exceeds
 from ..ops.products import weighted_sums
 from .closed_form import Family, Statistics
@@ -166,18 +166,8 @@ def family(
     wanted = signature.replace(parameters=rest, return_annotation=EmissionFamily)
 
     def function(*args: Arguments.args, **kwargs: Arguments.kwargs) -> EmissionFamily:
-        try:
-            bound = wanted.bind(*args, **kwargs).arguments
-            bound |= bound.pop("priors", {})  # those of any name
-        except TypeError as error:
-            named = [part.name for part in rest if part.kind is part.KEYWORD_ONLY]
-            cure = f" Give {', '.join(named)} by name; the dimension comes first." if named else ""
-            known = ", ".join(part.name for part in rest)
-            if "covariance_type" in kwargs:
-                cure = " Families of covariances are normal_full, normal_tied and normal_spherical."
-            elif wrong := [key for key in kwargs if key not in wanted.parameters]:
-                raise unknown_argument(function, wrong[0], wanted.parameters) from None
-            raise TypeError(f"{name}(): {error}; its arguments are {known}.{cure}") from None
+        bound = wanted.bind(*args, **kwargs).arguments
+        bound |= bound.pop("priors", {})  # those of any name
         for size in least.keys() & bound.keys():
             check_size(size, bound[size], least[size])
         return partial(build, **bound)
@@ -185,7 +175,7 @@ def family(
     function.__name__ = function.__qualname__ = name
     function.__module__, function.__doc__ = build.__module__, build.__doc__
     function.__signature__ = wanted  # type: ignore[attr-defined]
-    return function
+    return names_checked(function)
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:

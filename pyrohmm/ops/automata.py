@@ -341,13 +341,10 @@ def _phrases(phrases: Iterable[Phrase], name: str = "phrases") -> list[list[Symb
     return parts
 
 
-def _words(name: str, phrase: object) -> list[Symbol]:
+def _words(name: str, phrase: Any) -> list[Symbol]:
     """Words or codes of a phrase."""
     words = [phrase] if isinstance(phrase, str | int) else phrase
-    if not isinstance(words, list | tuple):
-        raise TypeError(
-            f"{name} must be words, codes or lists of these; got {type(phrase).__name__}."
-        )
+    check_kind(name, words, list | tuple, "words, codes or lists of these")
     _check_symbols(name, words)
     return [each for word in words for each in (word.split() if isinstance(word, str) else [word])]
 

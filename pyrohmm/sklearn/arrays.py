@@ -567,6 +567,9 @@ class CovarianceMixture(CovarianceEmission):
 
 def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:
     """K-means cluster centres, ``(count, D)``."""
+    if len(table) < count:
+        text = f"X must have a row for each of {count} clusters; got {len(table)}"
+        raise ValueError(f"{text}. Take fewer n_components.")
     return KMeans(count, n_init=10, random_state=random_state).fit(table).cluster_centers_
 
 
