@@ -179,15 +179,15 @@ class Tied(OwnChecks):
     def in_each_state(self, function: Callable[[Any, Tensor], Tensor], value: Tensor) -> Tensor:
         """Evaluate ``function(base, value)`` in each of the tied states, ``(*B, K)``."""
         at = -1 - len(self.event_shape)
-        if value.dim() < -at or value.size(at) == 1:
-            every = function(self.base, value)
-            every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])
+        shared = value.dim() < -at or value.size(at) == 1
+        if not shared:
+            shape = broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
+            value = value.expand(shape).movedim(at, 0).unsqueeze(at)  # (K, *B, 1, *E)
+        every = function(self.base, value)
+        every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])  # ([K,] *B, J)
+        if shared:
             return every.index_select(-1, self.index)
-        shape = broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
-        apart = value.expand(shape).movedim(at, 0).unsqueeze(at)  # (K, *B, 1, *E)
-        every = function(self.base, apart)  # (K, *B, J)
         index = self.index.reshape(-1, *(1,) * (every.dim() - 1))
-        every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])
         return every.gather(-1, index.expand(*every.shape[:-1], 1)).squeeze(-1).movedim(0, -1)
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:

@@ -364,15 +364,12 @@ class NeuralHMM(HMMModule):
             vectors, parts = leave, (start, leave, enter, emit, words)
             start, leave, enter, emit, words = map(at_least_single, parts)
             initial = start.log_softmax(-1)
-            matrix: InnerProductTransition | Tensor
-            if blocks is not None:
-                logits = self.block_score(leave) if self.two_level else None
-                matrix = InnerProductTransition(vectors, enter.to(vectors.dtype), blocks, logits)
-            else:
-                matrix = (leave @ enter.mT).log_softmax(-1)
             if blocks is None:
+                transition = (leave @ enter.mT).log_softmax(-1)
                 emission = Categorical(logits=emit @ words.mT + self.bias)
-                return HMM(initial, cast(Tensor, matrix), emission, lengths, observed)
+                return HMM(initial, transition, emission, lengths, observed)
+            logits = self.block_score(leave) if self.two_level else None
+            matrix = InnerProductTransition(vectors, enter.to(vectors.dtype), blocks, logits)
             symbols = BlockSymbols(log_emission(emit, words, self.bias, blocks), blocks)
             return BlockHMM(initial, matrix, symbols, blocks, lengths, observed)
 

@@ -264,13 +264,11 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
     ) -> ContinuousTimeHMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)`` at ``times`` ``(*B, T)``."""
-        times = given_times(times)
         rates = self.rates
-        rates = rates - rates.sum(-1).diag_embed()
-        initial, emission, entry = log(self.initial), self.emission(), self.exact_entry
         return ContinuousTimeHMM(
-            initial, rates, emission, lengths, times, observed, exact_entry=entry
-        )
+            log(self.initial), rates - rates.sum(-1).diag_embed(), self.emission(), lengths,
+            given_times(times), observed, exact_entry=self.exact_entry,
+        )  # fmt: skip
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """M-step: normalised first states; rates as transitions over times in the states."""
