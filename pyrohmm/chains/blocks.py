@@ -240,11 +240,15 @@ class BlockChain(MarkovChain):
         return bool(((seen.blocks == self.blocks.num_blocks) & here).any())
 
     def messages(
-        self, seen: BlockLikelihood, best: bool = False
+        self,
+        seen: BlockLikelihood,
+        best: bool = False,
+        before: tuple[Tensor, Tensor] | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Log forward messages ``(N, K + 1)`` of each step less their maximum; and these maxima.
 
-        Of the best path to each state with ``best``.
+        Of the best path to each state with ``best``; after the message of the step ``before`` and
+        its blocks ``(N,)``, if it is given.
         """
         transitions, device, blocks = self.transitions(), seen.logs.device, seen.blocks
         unseen = seen.logs.new_zeros(1, self.num_states) if seen.missing is None else seen.missing
@@ -256,15 +260,16 @@ class BlockChain(MarkovChain):
             others = pad(others.to(logs), (0, 1), value=-torch.inf)
             return torch.where(missing, others, transitions.widened(logs, blocks[:, t]))
 
-        message = at(self.log_first(seen), self.all_initial(), 0)
+        message, source = before or (at(self.log_first(seen), self.all_initial(), 0), None)
         total = message.new_zeros(len(blocks)).double()
-        for t in range(blocks.size(1)):
-            logs = at(seen.logs[:, t], unseen[:, t] if unseen.dim() > 2 else unseen, t)
-            if t == 0:
-                message = message + logs
-            else:
-                arrived = transitions.sums(message, blocks[:, t - 1], blocks[:, t], best)
-                message = torch.where(t < clock, arrived.to(message.dtype) + logs, message)
+        for t, block in enumerate(blocks.unbind(1)):
+            logs, arrived = (
+                at(seen.logs[:, t], unseen[:, t] if unseen.dim() > 2 else unseen, t),
+                message,
+            )
+            if source is not None:
+                arrived = transitions.sums(message, source, block, best).to(message.dtype)
+            message, source = torch.where(t < clock, arrived + logs, message), block
             peak = finite_or_zero(message.detach().amax(-1))
             message, total = message - peak.unsqueeze(-1), total + peak
             yield message, total
