@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -25,13 +24,9 @@ from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..ops.blocks.transitions import Transitions
 from ..ops.forward import SMALL, log_sums
+from ..ops.log_space import finite_or_zero, logsumexp, normalised
 from .queries import in_blocks
 
-# To the first step no transition leads; where blocks are visited sums are over those of blocks.
-Transition = Tensor | Transitions | None
-# log p(x_t | z_t) ``(*B, L, K)``; or step by step, with blocks ``(n,)`` where these are visited
-Likelihood = Tensor | Iterable[tuple[Any, Tensor | None]]
-NOTHING = 0.0, None  # the log-likelihood of a missing step, in all states
 LOWEST = -1e38  # of a log-probability that is subtracted; states that are all -inf stay so
 AT_ONCE = 16  # steps from which the chain's filter is faster than one by one
 
@@ -119,13 +114,13 @@ class Filter:
         if isinstance(hmm.chain, RateChain):
             hmm.chain.check_rates("Filter")
         self.hmm = hmm = beside(hmm.log_initial.detach(), hmm)
-        self._matrix: Transition = None  # of all transitions, if it is the same
+        self._matrix: Any = None  # of all transitions, if it is the same; of blocks sums over them
         self._state_of: Tensor | None = None  # the state of the HMM that each state here is
         self._lags = 0  # observations before, on which the next one depends
         with torch.no_grad():
-            initial = hmm.log_initial.detach()
+            initial, lengths = hmm.log_initial.detach(), torch.full(hmm.batch_shape, hmm.num_steps)
             if in_blocks(hmm):
-                self._matrix = hmm.chain.transitions()
+                self._matrix, self._reader = hmm.chain.transitions(), hmm.with_lengths(lengths)
             else:
                 chain = hmm.chain.replace(censored_end=True) if isinstance(hmm, HSMM) else hmm.chain
                 chain, state_of, _ = chain.expanded(hmm.lengths, hmm.num_steps)
@@ -138,7 +133,7 @@ class Filter:
                 initial = initial.to(torch.promote_types(initial.dtype, self._tables.dtype))
                 even = hmm.log_initial.new_zeros(hmm.num_states, hmm.num_states).log_softmax(-1)
                 self._reader = HMM.of(  # of any number of steps
-                    MarkovChain(even[0], even), hmm.emission, hmm.lengths.expand(self.batch_shape),
+                    MarkovChain(even[0], even), hmm.emission, lengths,
                     validate_args=hmm._validate_args, emission_per_step=hmm.emission_per_step,
                 )  # fmt: skip
             log_states = initial.expand(*self.batch_shape, initial.size(-1)).clone()
@@ -240,7 +235,7 @@ class Filter:
         with torch.no_grad():
             num_steps = num_steps if times is None else times.size(-1)
             matrices, _ = self._matrices(num_steps, None, times)
-            ahead = self._summed(self._filtered(matrices, repeat(NOTHING))[0])
+            ahead = self._summed(self._filtered(matrices, None)[0])
             if not isinstance(emission, Autoregressive):
                 return Forecast(ahead, emission)
             self.hmm.check_constant("predict of observations that depend on those before")
@@ -287,54 +282,64 @@ class Filter:
         sums = probs.new_zeros(*probs.shape[:-1], self.hmm.num_states)
         return sums.index_add(-1, self._state_of, probs)
 
-    def _filtered(
-        self, matrices: list[Transition], likelihood: Likelihood
-    ) -> tuple[Tensor, Tensor]:
+    def _filtered(self, matrices: list[Any], likelihood: Any) -> tuple[Tensor, Tensor]:
         r"""Filter: :math:`\log p(z_t \mid x_{1:t})` and :math:`\log p(x_t \mid x_{1:t-1})` by step.
 
         Returns:
             ``(*B, L, K)`` and ``(*B, L)``.
         """
+        if isinstance(self._matrix, Transitions):
+            return self._in_blocks(self._matrix, len(matrices), likelihood)
         log_states, found = self._message.log_states, []
-        if isinstance(likelihood, Tensor):
-            if len(matrices) >= AT_ONCE and isinstance(self._matrix, Tensor):
-                first = self._predicted(log_states, matrices[0], None)
-                table, lengths = self._matrix.unsqueeze(-3), torch.tensor(len(matrices))
-                ahead = PathFactors.joined(first, table, likelihood, lengths).predicted()
-                return _conditioned(ahead.to(first.dtype) + likelihood)
-            likelihood = zip(likelihood.unbind(-2), repeat(None))
-        for matrix, (here, block) in zip(matrices, likelihood):
-            joint = self._predicted(log_states, matrix, block) + here
+        if len(matrices) >= AT_ONCE and self._matrix is not None and likelihood is not None:
+            first = self._predicted(log_states, matrices[0])
+            table, lengths = self._matrix.unsqueeze(-3), torch.tensor(len(matrices))
+            ahead = PathFactors.joined(first, table, likelihood, lengths).predicted()
+            return _conditioned(ahead.to(first.dtype) + likelihood)
+        steps = repeat(0.0) if likelihood is None else likelihood.unbind(-2)
+        for matrix, here in zip(matrices, steps):
+            joint = self._predicted(log_states, matrix) + here
             found.append(_conditioned(joint.to(log_states.dtype)))
             log_states = found[-1][0]
         logs, scores = zip(*found)
         return torch.stack(logs, -2), torch.stack(scores, -1)
 
-    def _predicted(self, log_states: Tensor, matrix: Transition, block: Tensor | None) -> Tensor:
-        """Predict log-probabilities ``(*B, K)`` of the next states, in blocks ``(n,)`` if given.
+    def _in_blocks(
+        self, transitions: Transitions, num_steps: int, likelihood: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`_filtered`, by the messages of a chain in blocks."""
+        chain, batch, before = self.hmm.chain, self.batch_shape, None
+        if likelihood is None:
+            nothing = chain.log_initial.new_zeros(1).expand(*batch, num_steps, chain.num_states)
+            likelihood = chain.in_blocks(nothing, torch.full(batch, num_steps))
+        if self.num_steps:  # after a block, if there is one that all states are in
+            last = self._message.log_states.reshape(-1, chain.num_states)
+            wide = pad(last, (0, 1), value=-torch.inf)
+            possible = ~wide.isneginf().cpu()
+            places = transitions.places(torch.arange(transitions.all)).cpu()
+            inside = possible[:, places].sum(-1).max(-1)  # of the block that has most
+            one = inside.values == possible.sum(-1)
+            before = wide, inside.indices.where(one, transitions.all)
+        steps = chain.messages(likelihood, before=before)
+        found = [(normalised(x)[:, :-1], total + logsumexp(x, -1)) for x, total in steps]
+        logs, totals = (torch.stack(parts, 1) for parts in zip(*found))
+        scores = totals - finite_or_zero(pad(totals[:, :-1], (1, 0)))
+        logs = logs.to(self._message.log_states.dtype)
+        return logs.reshape(*batch, *logs.shape[1:]), scores.reshape(*batch, num_steps)
 
-        A block is one more than there are where the state may be in any.
-        """
+    def _predicted(self, log_states: Tensor, matrix: Any) -> Tensor:
+        """Predict log-probabilities ``(*B, K)`` of the next states."""
         if matrix is None:
             return log_states
-        if isinstance(matrix, Tensor):
-            if matrix.dim() > 2 or log_states.numel() * len(matrix) <= SMALL:
-                return (log_states.unsqueeze(-1) + matrix).logsumexp(-2)
-            rows = log_states.double().reshape(-1, 1, len(matrix))
-            found = log_sums(rows, matrix.double()[None, None])
-            return found.to(log_states.dtype).reshape(log_states.shape)
-        wide = pad(log_states.reshape(-1, self.hmm.num_states), (0, 1), value=-torch.inf)
-        everything = torch.full((len(wide),), matrix.all)
-        possible = ~wide.isneginf().cpu()
-        places = matrix.places(torch.arange(matrix.all)).cpu()
-        inside = possible[:, places].sum(-1).max(-1)  # of the block that has most
-        source = torch.where(inside.values == possible.sum(-1), inside.indices, everything)
-        after = matrix.sums(wide, source, everything if block is None else block)
-        return after[:, :-1].to(log_states.dtype).reshape(log_states.shape)
+        if matrix.dim() > 2 or log_states.numel() * len(matrix) <= SMALL:
+            return (log_states.unsqueeze(-1) + matrix).logsumexp(-2)
+        rows = log_states.double().reshape(-1, 1, len(matrix))
+        found = log_sums(rows, matrix.double()[None, None])
+        return found.to(log_states.dtype).reshape(log_states.shape)
 
     def _matrices(
         self, num_steps: int, known: Tensor | None, times: Any
-    ) -> tuple[list[Transition], Tensor | None]:
+    ) -> tuple[list[Any], Tensor | None]:
         """Transition matrix to each of the next steps, and the time of the last step."""
         chain = self.hmm.chain
         if isinstance(chain, RateChain):
@@ -364,17 +369,18 @@ class Filter:
 
     def _likelihood(
         self, values: Tensor | None, known: Tensor | None
-    ) -> tuple[Likelihood, tuple[Tensor, Tensor] | tuple[()]]:
-        """Log-likelihoods by step, and past observations for an autoregressive emission."""
+    ) -> tuple[Any, tuple[Tensor, Tensor] | tuple[()]]:
+        """Log-likelihoods ``(*B, L, K)``, None if nothing is known, or those of a chain in blocks.
+
+        And past observations for an autoregressive emission.
+        """
         hmm, lags, event = self.hmm, self._lags, self.hmm.event_shape[1:]
         *_, past, past_known = self._message
         if values is None and not lags:
-            return repeat(NOTHING), ()
+            return None, ()
         if values is None:
             like = self._surprise if past is None else past
             values = like.new_zeros(*self.batch_shape, 1, *event)
-        if isinstance(self._matrix, Transitions):
-            return _in_blocks(hmm, self._matrix, values, known), ()
         at = values.dim() - 1 - len(event)
         seen: Any = known
         before, num_steps, after = 0, values.size(at), 0
@@ -398,7 +404,10 @@ class Filter:
         gaps = None if seen is None or bool(seen.all()) else seen
         if gaps is not None or self._reader.num_steps != total or self._reader.observed is not None:
             self._reader = self._reader.with_lengths(torch.full(self.batch_shape, total), gaps)
-        found = self._reader.log_likelihood(values).narrow(-2, before, num_steps)
+        found = self._reader._read(values, check=True)
+        if isinstance(self._matrix, Transitions):
+            return found, ()
+        found = found.narrow(-2, before, num_steps)
         if self._state_of is not None:
             found = found.index_select(-1, self._state_of)
         start = max(before + num_steps - lags, 0)
@@ -439,22 +448,6 @@ def _read(
         numbers = ~(gaps.flatten(-len(event)).all(-1) if event else gaps)
         known = numbers if known is None else known & numbers
     return values, known, several
-
-
-def _in_blocks(
-    hmm: Any, transitions: Transitions, values: Tensor, known: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Log-likelihoods of all states, and the block of the symbol, of step after step."""
-    num_steps, shape = values.size(len(hmm.batch_shape)), (*hmm.batch_shape, hmm.num_states)
-    rows = values.reshape(-1, num_steps, *hmm.event_shape[1:])
-    known = torch.ones(rows.shape[:2], dtype=torch.bool) if known is None else known
-    mask = known.reshape(-1, num_steps).to(values.device)
-    lengths = torch.full((len(rows),), num_steps)
-    blocks, logs = hmm.symbols.likelihood(rows, lengths, mask, bool(hmm._validate_args))
-    blocks = blocks.masked_fill(~mask.cpu(), transitions.all)
-    for t in range(num_steps):
-        wide = transitions.widened(logs[:, t], blocks[:, t])[:, :-1]
-        yield wide.masked_fill(~mask[:, t, None], 0.0).reshape(shape), blocks[:, t]
 
 
 def _of_streams(

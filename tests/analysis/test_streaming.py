@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import assert_close
 
-from pyrohmm import HMM, HSMM, Filter
+from pyrohmm import HMM, HSMM, Filter, queries
 
 NEVER = -np.inf
 
@@ -117,6 +117,23 @@ def test_many_streams_are_each_as_if_alone():
     evidence = torch.stack([one.log_evidence for one in alone])
     assert evidence.amin() < -800
     assert_close(together.log_evidence, evidence)
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+def test_lengths_of_the_hmm_play_no_part(per_step):
+    """Also where a chunk has as many steps as its longest sequence."""
+    base, values = casino((2,)), torch.tensor([[0, 1, 0], [2, 2, 2]])
+    faces = base.emission.expand((3, 2)) if per_step else base.emission
+    found = []
+    for lengths in (torch.tensor([3, 1]), torch.tensor([3, 3])):
+        hmm = HMM(base.log_initial, base.log_transition, faces, lengths, emission_per_step=per_step)
+        stream = Filter(hmm)
+        found.append([stream.update(values), stream.log_evidence, stream.surprise])
+    whole = HMM(base.log_initial, base.log_transition, base.emission, torch.tensor([3, 3]))
+    for shown in found:
+        assert_close(shown[0], whole.filtered(values))
+        assert_close(shown[1], whole.log_prob(values))
+        assert_close(shown[2], -queries.predictive_log_prob(whole, values))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
