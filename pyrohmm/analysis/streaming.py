@@ -289,7 +289,7 @@ class Filter:
             ``(*B, L, K)`` and ``(*B, L)``.
         """
         if isinstance(self._matrix, Transitions):
-            return self._in_blocks(self._matrix, len(matrices), likelihood)
+            return _in_blocks(self, self._matrix, len(matrices), likelihood)
         log_states, found = self._message.log_states, []
         if len(matrices) >= AT_ONCE and self._matrix is not None and likelihood is not None:
             first = self._predicted(log_states, matrices[0])
@@ -303,29 +303,6 @@ class Filter:
             log_states = found[-1][0]
         logs, scores = zip(*found)
         return torch.stack(logs, -2), torch.stack(scores, -1)
-
-    def _in_blocks(
-        self, transitions: Transitions, num_steps: int, likelihood: Any
-    ) -> tuple[Tensor, Tensor]:
-        """As :meth:`_filtered`, by the messages of a chain in blocks."""
-        chain, batch, before = self.hmm.chain, self.batch_shape, None
-        if likelihood is None:
-            nothing = chain.log_initial.new_zeros(1).expand(*batch, num_steps, chain.num_states)
-            likelihood = chain.in_blocks(nothing, torch.full(batch, num_steps))
-        if self.num_steps:  # after a block, if there is one that all states are in
-            last = self._message.log_states.reshape(-1, chain.num_states)
-            wide = pad(last, (0, 1), value=-torch.inf)
-            possible = ~wide.isneginf().cpu()
-            places = transitions.places(torch.arange(transitions.all)).cpu()
-            inside = possible[:, places].sum(-1).max(-1)  # of the block that has most
-            one = inside.values == possible.sum(-1)
-            before = wide, inside.indices.where(one, transitions.all)
-        steps = chain.messages(likelihood, before=before)
-        found = [(normalised(x)[:, :-1], total + logsumexp(x, -1)) for x, total in steps]
-        logs, totals = (torch.stack(parts, 1) for parts in zip(*found))
-        scores = totals - finite_or_zero(pad(totals[:, :-1], (1, 0)))
-        logs = logs.to(self._message.log_states.dtype)
-        return logs.reshape(*batch, *logs.shape[1:]), scores.reshape(*batch, num_steps)
 
     def _predicted(self, log_states: Tensor, matrix: Any) -> Tensor:
         """Predict log-probabilities ``(*B, K)`` of the next states."""
@@ -448,6 +425,30 @@ def _read(
         numbers = ~(gaps.flatten(-len(event)).all(-1) if event else gaps)
         known = numbers if known is None else known & numbers
     return values, known, several
+
+
+def _in_blocks(
+    stream: Filter, transitions: Transitions, num_steps: int, likelihood: Any
+) -> tuple[Tensor, Tensor]:
+    """Filtered states and scores of the next steps, by the messages of a chain in blocks."""
+    chain, batch, before = stream.hmm.chain, stream.batch_shape, None
+    log_states = stream._message.log_states.reshape(-1, chain.num_states)
+    if likelihood is None:
+        nothing = log_states.new_zeros(1).expand(*batch, num_steps, chain.num_states)
+        likelihood = chain.in_blocks(nothing, torch.full(batch, num_steps))
+    if stream.num_steps:  # after a block, if there is one that all states are in
+        wide = pad(log_states, (0, 1), value=-torch.inf)
+        possible = ~wide.isneginf().cpu()
+        places = transitions.places(torch.arange(transitions.all)).cpu()
+        inside = possible[:, places].sum(-1).max(-1)  # of the block that has most
+        one = inside.values == possible.sum(-1)
+        before = wide, inside.indices.where(one, transitions.all)
+    steps = chain.messages(likelihood, before=before)
+    found = [(normalised(x)[:, :-1], total + logsumexp(x, -1)) for x, total in steps]
+    logs, totals = (torch.stack(parts, 1) for parts in zip(*found))
+    scores = totals - finite_or_zero(pad(totals[:, :-1], (1, 0)))
+    logs = logs.to(log_states.dtype).reshape(*batch, *logs.shape[1:])
+    return logs, scores.reshape(*batch, num_steps)
 
 
 def _of_streams(

@@ -240,10 +240,7 @@ class BlockChain(MarkovChain):
         return bool(((seen.blocks == self.blocks.num_blocks) & here).any())
 
     def messages(
-        self,
-        seen: BlockLikelihood,
-        best: bool = False,
-        before: tuple[Tensor, Tensor] | None = None,
+        self, seen: BlockLikelihood, best: bool = False, before: Any = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Log forward messages ``(N, K + 1)`` of each step less their maximum; and these maxima.
 
