@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from .._choices import CACHED
 from ..ops.markov import CategoricalTable, sample_chain
 from .autoregressive import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
 from .hard_zeros import REACH, bounds, cdf_of_counts, first_reaching, log_probs, without_events
+from .modified import Angle, WrappedCauchy
 from .observation import Streams, Tied, is_categorical, log_likelihood
 
 
@@ -155,8 +157,8 @@ def _bisected_quantiles(weights: Tensor, emission: Any, state: int, probs: Tenso
     """Quantiles ``(Q, H, *B, *E)`` of continuous components, by bisection of the cdf."""
     least, most = _ends(weights, emission, state)
     reach = REACH * emission.stddev
-    low = (emission.mean - reach).amin(state).maximum(least)
-    high = (emission.mean + reach).amax(state).minimum(most)
+    low = least.where(least.isfinite(), (emission.mean - reach).amin(state))
+    high = most.where(most.isfinite(), (emission.mean + reach).amax(state))
     probs = probs.to(weights).reshape(-1, *(1,) * (weights.dim() - 1))
     shape = broadcast_shapes(probs.shape, weights.sum(state).shape, low.shape)
 
@@ -180,8 +182,10 @@ def _bounds(emission: Any) -> tuple[Tensor, Tensor]:
         low, high = _bounds(emission.component_distribution)
         at = -1 - len(emission.event_shape)
         return low.amin(at), high.amax(at)
-    shape = emission.batch_shape + emission.event_shape
-    low, high = bounds(without_events(emission))
+    shape, base = emission.batch_shape + emission.event_shape, without_events(emission)
+    low, high = bounds(base)
+    if isinstance(base, Angle | WrappedCauchy):  # whose distribution functions are of one turn
+        low, high = low.new_tensor(-math.pi), high.new_tensor(math.pi)
     return low.expand(shape), high.expand(shape)
 
 

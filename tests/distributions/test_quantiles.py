@@ -16,7 +16,7 @@ from pyro.distributions import (
 
 from pyrohmm import HMM, Forecast, queries
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal, Tied
-from pyrohmm.distributions.modified import ZeroInflated
+from pyrohmm.distributions.modified import Angle, WrappedCauchy, ZeroInflated
 
 PROBS = [0.1, 0.5, 0.9]
 STATES = (
@@ -32,6 +32,8 @@ EMISSIONS = {
     "mixtures": lambda: MixtureSameFamily(
         Categorical(torch.ones(3, 2)), Normal(torch.stack([LOC, -LOC], -1), 1.0)
     ),
+    "angles": lambda: Angle(LOC.clamp(max=3.1), torch.tensor([0.1, 2.0, 50.0]).double()),
+    "long-tailed angles": lambda: WrappedCauchy(LOC.clamp(max=3.1), torch.tensor(0.6).double()),
     "sampled": lambda: StudentT(torch.tensor([5.0, 6.0, 9.0]), LOC),  # has no cdf
 }
 
