@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from datetime import date
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ._imports import imported
 
 _WIDER = {  # dtypes that torch, or the recursions, hardly compute with
     torch.uint16: torch.int64,
@@ -71,9 +74,29 @@ def to_numpy(values: Any) -> np.ndarray:
     array = np.asanyarray(values if convert is None else convert())
     kind = str(getattr(values, "dtype", getattr(values, "type", ""))).lower()
     if array.dtype.kind == "f" and kind.startswith(("int", "uint")):  # not as floats with NaN
-        listed = getattr(values, "to_pylist", None) or getattr(values, "to_list", values.tolist)
-        array = np.array(listed(), object)
+        ways = [n for n in ("to_pylist", "to_list", "tolist") if hasattr(values, n)]
+        array = np.array(getattr(values, ways[0])(), object)
     return array
+
+
+def to_series(column: Any) -> Any:
+    """Convert a table column or a list to a ``pandas.Series``, with the time zone of its dates."""
+    pandas = imported("pandas")
+    if hasattr(column, "array"):  # of a Series or an Index
+        return pandas.Series(column.array)
+    values = getattr(column, "to_numpy", lambda: np.asarray(column))()
+    zone = getattr(getattr(column, "dtype", None), "time_zone", None)
+    if zone is not None:  # which an array of polars has lost
+        return pandas.Series(pandas.to_datetime(values, utc=True).tz_convert(zone))
+    return pandas.Series(values)
+
+
+def as_dates(column: Any) -> Any:
+    """A ``pandas.Series`` of dates, as these and not as objects or periods; others stay."""
+    pandas = imported("pandas")
+    if column.dtype == object and isinstance(column.iloc[0], date):
+        return pandas.to_datetime(column, utc=getattr(column.iloc[0], "tzinfo", None) is not None)
+    return column.dt.start_time if isinstance(column.dtype, pandas.PeriodDtype) else column
 
 
 def is_missing(values: np.ndarray) -> np.ndarray:

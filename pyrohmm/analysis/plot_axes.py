@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from .._arrays import to_numpy
+from .._arrays import to_numpy, to_series
 from .._imports import imported
 from ..infer.bands import Bands
 
@@ -35,9 +35,12 @@ def places_of(x: Any, count: int, axes: Axes) -> Any:
     axes.set_xlabel("step" if x is None else getattr(x, "name", None) or "time")
     if x is None:
         return np.arange(count)
+    if isinstance(x, list) or hasattr(getattr(x, "dtype", None), "time_zone"):  # of polars
+        x = to_series(x)
     clock = getattr(x, "dt", x)  # of a pandas.Series
-    local = clock.tz_localize(None) if getattr(clock, "tz", None) is not None else x
-    places = to_numpy(local)
+    if getattr(clock, "tz", None) is not None:
+        x = clock.tz_localize(None)
+    places = to_numpy(getattr(clock, "start_time", x))  # of periods
     if places.shape != (count,):
         text = f"x must have a time for each of the {count} steps, (T,); got shape"
         raise ValueError(f"{text} {places.shape}. Give those of the sequence that is drawn.")
@@ -56,7 +59,7 @@ def names_or_numbers(
         return [f"{default}{k}" for k in range(size)]
     if len(names) != size:
         raise ValueError(f"{wanted} = {size} names; got {len(names)}.")
-    return list(names)
+    return [*map(str, names)]
 
 
 def colors_of(size: int) -> list[Any]:

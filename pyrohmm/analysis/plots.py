@@ -30,6 +30,7 @@ from .plot_axes import (
     axes_or_new,
     colors_of,
     legend_above,
+    name_ticks,
     names_or_numbers,
     places_of,
     single,
@@ -349,6 +350,7 @@ def timeline(
     names: Sequence[str] | None = None,
     *,
     lengths: Tensor | None = None,
+    keys: Sequence[Any] | None = None,
     axes: Axes | None = None,
 ) -> Axes:
     """Draw paths as coloured bars, one row for each sequence.
@@ -360,6 +362,7 @@ def timeline(
             step is; or packed, with lengths: ``fit.predict(data), lengths=data.lengths``.
         names: Of the K states; numbers of those that occur by default.
         lengths: ``(N,)``, steps of each sequence: see :func:`pyrohmm.queries.segments`.
+        keys: Of the N sequences, such as ``data.keys``; numbers by default.
         axes: Where to draw; new ones by default.
 
     Raises:
@@ -388,6 +391,8 @@ def timeline(
     axes.set(xlabel="step", ylabel=label if count > 1 else "", ylim=(count - 0.5, -0.5))
     axes.set_xlim(-0.5, states.size(-1) - 0.5)
     axes.set_yticks(range(count) if 1 < count <= MOST_TICKS else [])
+    if keys is not None:
+        name_ticks(axes.yaxis, names_or_numbers(keys, count, wanted="keys must have N"))
     legend_above(axes, labels)
     return axes
 

@@ -14,6 +14,7 @@ import numpy as np
 from scipy.interpolate import BSpline
 from torch.utils._pytree import tree_map
 
+from .._arrays import to_series
 from .._checks import check_positive_number, check_size, names_checked
 from .._imports import imported
 
@@ -217,14 +218,10 @@ def _terms() -> dict[str, Any]:
 
 def _pandas(frame: Frame) -> Any:
     pandas = imported("pandas")
-    if isinstance(frame, Mapping):
-        return pandas.DataFrame({name: np.asarray(column) for name, column in frame.items()})
-    if hasattr(frame, "to_pandas"):
-        try:
-            return frame.to_pandas()
-        except ImportError:  # polars needs pyarrow
-            return pandas.DataFrame({name: frame[name].to_numpy() for name in frame.columns})
-    return frame
+    if isinstance(frame, pandas.DataFrame):
+        return frame
+    names = frame if isinstance(frame, Mapping) else getattr(frame, "column_names", frame.columns)
+    return pandas.DataFrame({name: to_series(frame[name]) for name in names})
 
 
 def _columns_of(part: str, known: dict[str, Any], frame: Any) -> dict[str, np.ndarray]:

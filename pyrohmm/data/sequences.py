@@ -7,7 +7,6 @@ right to ``(N, T, *)``, with T the longest. A mask is True where something exist
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Listed
 from typing import Any, cast
@@ -25,6 +24,7 @@ from .._checks import (
     check_shape,
     check_size,
     names_checked,
+    warn_caller,
 )
 from .packed import PackedSequences
 from .steps import (
@@ -35,6 +35,7 @@ from .steps import (
     check_values,
     checked_lengths,
     checked_rows,
+    encoded,
     joined_part,
     joined_steps,
     packed,
@@ -112,7 +113,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         many = values.size(0) * values.size(1) > 8  # of which not all are missing by chance
         if observed is not None and many and not found["observed"].any():
             text = "observed is False at every step; it must be True where there is a value"
-            warnings.warn(f"{text}. Give ~observed for the masks of other packages.", stacklevel=2)
+            warn_caller(f"{text}. Give ~observed for the masks of other packages.")
         rows = {name: packed(part, lengths) for name, part in found.items()}
         for name, part in found.items():
             if (copy or name != "values") and rows[name].data_ptr() == part.data_ptr():
@@ -142,6 +143,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         covariates: Iterable[Any] | None = None,
         vocabulary: Vocabulary | None = None,
         times: Iterable[Any] | None = None,
+        tags: Vocabulary | None = None,
     ) -> Sequences:
         """Pad a list of sequences; steps that hold NaN or None become missing.
 
@@ -154,6 +156,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             covariates: One item per sequence, ``(T_n, C)`` floating point.
             vocabulary: Encodes the steps, which are symbols then.
             times: One item per sequence, ``(T_n,)`` increasing numbers or dates; those in days.
+            tags: Encodes the labels, which are names then, None or NaN where not known.
 
         Example:
             >>> data = Sequences.from_list([[1.0, None, 3.0], [2.0]])
@@ -168,14 +171,13 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             count, steps = sequences.shape
             if steps * FLAT <= count and to_tensor("", sequences[:1]).dtype.is_floating_point:
                 text = f"sequences {(count, steps)} are {count} of {steps} numbers. For one series"
-                warnings.warn(f"{text} of vectors call Sequences.from_concatenated.", stacklevel=2)
+                warn_caller(f"{text} of vectors call Sequences.from_concatenated.")
         values, lengths, observed = joined_steps(sequences, vocabulary)
+        if tags is not None and labels is not None:
+            labels = [encoded(names, tags, "labels") for names in labels]
         parts = {"labels": labels, "covariates": covariates, "times": times}
-        rows = {"values": values, "observed": observed}
-        for name, part in parts.items():
-            if part is not None:
-                rows[name] = joined_part(name, part, lengths)
-        return cls._of(rows, lengths)
+        found = {n: joined_part(n, part, lengths) for n, part in parts.items() if part is not None}
+        return cls._of({"values": values, "observed": observed} | found, lengths)
 
     @classmethod
     def _of(cls, rows: dict[str, Tensor], lengths: Tensor) -> Sequences:
@@ -306,17 +308,18 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         return floats.masked_fill(missing, torch.nan), self.lengths
 
     def to_dataframe(self, states: Any = None, probs: Any = None) -> Any:
-        """A ``pandas.DataFrame`` with a row for each step, and its state or probabilities.
+        """A table with a row for each step, and its state or probabilities.
 
         Args:
-            states: ``(N, T)``, such as ``hmm.viterbi(data)``, or packed ``(M,)``, such as from
-                :meth:`map_steps`: the column "state".
+            states: ``(N, T)``, such as ``hmm.viterbi(data)``, or packed ``(M,)``, such as
+                ``fit.predict(data)``: the column "state".
             probs: ``(N, T, K)``, such as ``hmm.posterior(data).state_probs``, or packed ``(M, K)``:
                 columns "p0", "p1", ... Both are tensors, arrays or lists.
 
         Returns:
-            From :meth:`from_dataframe`, the rows of the table in their order, with its index and
-            the columns ``by`` and ``time``; else the columns "sequence" and "step".
+            From :meth:`from_dataframe`, the rows of the table in their order, of pandas with its
+            index or of polars, with the columns ``by`` and ``time`` and no others; else a
+            ``pandas.DataFrame`` with the columns "sequence" and "step".
 
         Example:
             >>> table = {"who": ["b", "b", "a"], "day": [2, 1, 1], "x": [0.5, 1.5, 2.5]}
@@ -328,6 +331,22 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             2   a    1      1
         """
         return rows_of(self.table, self.packed("rows"), self.lengths, states, probs)
+
+    @property
+    def keys(self) -> list[Any]:
+        """Value of ``by`` of each sequence of a table, a tuple of several; else the ``indices``.
+
+        Example:
+            >>> table = {"who": ["b", "b", "a"], "x": [0.5, 1.5, 2.5]}
+            >>> data = Sequences.from_dataframe(table, by="who", columns="x")
+            >>> data.keys, data[1:].keys
+            (['b', 'a'], ['a'])
+        """
+        if self.table is None or not self.table.by:
+            return self.indices.tolist()
+        first = cast(Tensor, self.packed("rows")).cpu()[self.firsts]
+        keys = self.table.columns[self.table.by].iloc[first.numpy()]
+        return [k if len(k) > 1 else k[0] for k in keys.itertuples(index=False, name=None)]
 
     def __repr__(self) -> str:
         dtype = self._held.dtype

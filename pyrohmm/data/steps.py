@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arrays import from_numpy, is_missing, to_numpy, to_tensor
+from .._arrays import as_dates, from_numpy, is_missing, to_numpy, to_tensor
 from .._checks import (
     check_booleans,
     check_floats,
@@ -132,15 +132,11 @@ def read_times(values: Any, name: str = "times") -> Tensor:
     """Convert times to float64 ``(M,)``: dates to days since 1970 in UTC, durations to days."""
     if isinstance(values, Tensor):
         return to_tensor(name, values).double()
-    array = np.asarray(to_numpy(values))
-    if array.dtype.kind == "O":
-        items = [getattr(item, "start_time", item) for item in array.flat]  # of periods
-        if all(isinstance(item, date | timedelta) for item in items):
-            pandas = imported("pandas")
-            if isinstance(items[0], timedelta):
-                array = pandas.to_timedelta(items).to_numpy()
-            else:
-                array = pandas.to_datetime(items, utc=True).tz_localize(None).to_numpy()
+    clock = getattr(values, "dt", values)  # of a pandas.Series
+    array = np.asarray(to_numpy(clock.tz_convert(None) if getattr(clock, "tz", None) else values))
+    items = [getattr(item, "start_time", item) for item in array.flat if array.dtype.kind == "O"]
+    if items and any(all(isinstance(x, kind) for x in items) for kind in (date, timedelta)):
+        return read_times(as_dates(imported("pandas").Series(items)), name).reshape(array.shape)
     if array.dtype.kind == "M":
         array = array - np.datetime64(0, "D")
     if array.dtype.kind == "m":

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from datetime import date, timedelta
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .._arrays import is_missing, to_numpy, to_tensor
-from .._checks import check_shape
+from .._arrays import as_dates, to_numpy, to_series, to_tensor
+from .._checks import check_shape, warn_caller
 from .._imports import imported
 from .steps import NO_CODE, check_order, encoded, firsts, packed, read_part, read_steps, read_times
 from .vocabulary import Vocabulary
@@ -32,7 +31,7 @@ def read_table(
     steps: dict[str, Any] = {"values": values[rows], "observed": known[rows] & ~filled}
     steps |= {"lengths": table.lengths, "times": table.times}
     if labels is not None:
-        states = column("labels", frame, labels)
+        states = to_numpy(column("labels", frame, labels))
         name = f"labels {labels!r}"
         codes = read_part("labels", states, name) if tags is None else encoded(states, tags, name)
         steps["labels"] = codes[rows].masked_fill(filled, NO_CODE)
@@ -46,8 +45,8 @@ def read_table(
     return steps, table
 
 
-def column(argument: str, frame: Any, name: str) -> np.ndarray:
-    """Read a column of a table, by ``frame[name]`` and its method ``to_numpy`` if it has one.
+def column(argument: str, frame: Any, name: str) -> Any:
+    """A column of a table, ``frame[name]``.
 
     Levels of the index of a pandas table that have a name are columns, too.
 
@@ -61,12 +60,12 @@ def column(argument: str, frame: Any, name: str) -> np.ndarray:
         text = f"frame must be a table; got the {type(frame).__name__} {frame!r:.40}"
         raise TypeError(f"{text}. Read a file by read_csv(path); give a whole DataFrame.")
     if name in levels and name not in list(names):
-        return to_numpy(frame.index.get_level_values(name))
+        return frame.index.get_level_values(name)
     if name not in list(names):
         text = f"{argument} must name columns of frame, {list(names)}; got {name!r}."
         cure = "Of a design give from_dataframe(design.table(frame), covariates=design.names)."
         raise ValueError(f"{text} {cure if argument == 'covariates' else ''}".rstrip())
-    return to_numpy(frame[name])
+    return frame[name]
 
 
 def read_columns(
@@ -74,7 +73,7 @@ def read_columns(
 ) -> tuple[Tensor, Tensor]:
     """Columns of a table, ``(M,)`` for one name, ``(M, D)`` for D, and the mask of known rows."""
     if isinstance(names, str):
-        values = column(argument, frame, names)
+        values = to_numpy(column(argument, frame, names))
         steps, known = read_steps(f"{argument} {names!r}", values, vocabulary)
         return torch.zeros(len(known)) if steps is None else steps, known
     parts = [read_columns(argument, frame, name, vocabulary) for name in names]
@@ -94,18 +93,22 @@ class Table(NamedTuple):
     """The rows of a table, sequence by sequence.
 
     Attributes:
-        keys: A ``pandas.DataFrame`` of the columns ``by`` and ``time``, with the table's index.
+        keys: The columns ``by`` and ``time`` as they are in the table, of pandas with its index.
+        columns: The same as a ``pandas.DataFrame`` without it, of periods their starts.
         by: Names of the columns that tell sequences apart.
+        time: Name of the column of times.
         order: ``(M,)``, the number of the row of each step; -1 where a step has no row.
         lengths: ``(N,)``.
         times: ``(M,)``; None without a column of times.
     """
 
     keys: Any
+    columns: Any
     by: list[str]
+    time: str | None
     order: Tensor
     lengths: Tensor
-    times: Tensor | None
+    times: Tensor | None = None
 
     @classmethod
     def of(cls, frame: Any, by: Any, time: str | None, count: int, gaps: Gaps | None) -> Table:
@@ -116,30 +119,28 @@ class Table(NamedTuple):
         """
         pandas = imported("pandas")
         names = [] if by is None else [by] if isinstance(by, str) else list(by)
-        columns = {name: column("by", frame, name) for name in names}
-        if time is not None:
-            columns[time] = column("time", frame, time)
-        for name, values in columns.items():
-            if (missing := is_missing(values)).any():
-                text = f"{'time' if name == time else 'by'} {name!r} is missing in row"
-                raise ValueError(f"{text} {missing.argmax()}. Drop these rows, or fill them.")
-        whole = isinstance(frame, pandas.DataFrame)
-        own = [name for name in columns if whole and name in frame.columns]
-        keys = frame[own] if whole else pandas.DataFrame(columns, range(count))
-        for name in () if whole else columns:  # an array has lost the time zone of polars
-            zone = getattr(getattr(frame[name], "dtype", None), "time_zone", None)
-            if zone is not None:
-                keys[name] = pandas.to_datetime(keys[name], utc=True).dt.tz_convert(zone)
+        columns = keys = pandas.DataFrame(index=range(count))
+        roles = dict.fromkeys(names, "by") | ({} if time is None else {time: "time"})
+        for name, argument in roles.items():
+            columns[name] = to_series(column(argument, frame, name))
+            if (missing := columns[name].isna()).any():
+                text = f"{argument} {name!r} is missing in row {missing.argmax()}"
+                raise ValueError(f"{text}. Drop these rows, or fill them.")
+        if isinstance(frame, pandas.DataFrame):
+            keys = frame[[name for name in columns if name in frame.columns]]
+        elif type(frame).__module__.startswith("polars."):
+            keys = frame.select(list(columns))
         number = np.zeros(count, np.int64)
         if names:
-            groups = pandas.DataFrame({name: columns[name] for name in names})
-            number = groups.groupby(names, sort=False, observed=True).ngroup().to_numpy()
+            number = columns.groupby(names, sort=False, observed=True).ngroup().to_numpy()
         if time is None:
             order = number.argsort(kind="stable")
             lengths = torch.from_numpy(np.bincount(number))
             check_order(frame, lengths, order)
-            return cls(keys, names, torch.from_numpy(order), lengths, None)
-        times = read_times(columns[time], f"time {time!r}").numpy()
+            return cls(keys, columns, names, None, torch.from_numpy(order), lengths)
+        dates = as_dates(columns[time])
+        columns = columns.assign(**{time: dates})
+        times = read_times(dates, f"time {time!r}").numpy()
         order = np.lexsort((times, number))
         number, times = number[order], times[order]
         inside = np.diff(number) == 0
@@ -152,7 +153,6 @@ class Table(NamedTuple):
                 cure = "Drop or average rows of one time, or name another column in by=."
             raise ValueError(f"{text} have the same. {cure}")
         absent = np.zeros(max(count - 1, 0), np.int64)  # steps between two rows
-        dates = keys[time] if time in keys else keys.index.get_level_values(time).to_series()
         clocks = [distance, *(np.diff(clock[order])[inside] for clock in calendars(dates))]
         absent[inside] = absent_steps(clocks, gaps)
         place = np.arange(count) + np.pad(absent.cumsum(), (1, 0))
@@ -161,23 +161,18 @@ class Table(NamedTuple):
         filled[place] = order
         lengths = torch.from_numpy(np.bincount(number[np.searchsorted(place, steps)]))
         sorted_times = torch.from_numpy(np.interp(steps, place, times))
-        return cls(keys, names, torch.from_numpy(filled), lengths, sorted_times)
+        rows = torch.from_numpy(filled)
+        return cls(keys, columns, names, time, rows, lengths, sorted_times)
 
 
-def calendars(column: Any) -> list[np.ndarray]:
+def calendars(dates: Any) -> list[np.ndarray]:
     """Day numbers of a ``pandas.Series`` of dates in local time; month numbers if all are monthly.
 
     Months are among them if all dates are of one day of the month and time, or the last of it.
     """
-    import pandas
-
-    if column.dtype == object and isinstance(column.iloc[0], date):
-        column = pandas.to_datetime(column, utc=getattr(column.iloc[0], "tzinfo", None) is not None)
-    if isinstance(column.dtype, pandas.PeriodDtype):
-        column = column.dt.start_time
-    if not hasattr(column, "dt") or column.dtype.kind != "M":
+    if dates.dtype.kind != "M":
         return []
-    local = column.dt.tz_localize(None)
+    local = dates.dt.tz_localize(None)
     rest = local - local.dt.normalize()
     days, end = local.dt.day, local.dt.is_month_end.all()
     clocks = [(local - local.iloc[0]).to_numpy() / np.timedelta64(1, "D")]
@@ -190,33 +185,36 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
     """Number of steps missing between neighbouring rows, from their distances in time.
 
     The smallest distance is one step, by the first clock of which the others are multiples; of
-    times that jitter, the median. Else there are no gaps; where less than half of the distances are
-    one step, only by ``gaps="missing"`` or ``"error"``.
+    times that jitter, the median. Calendars come first where steps are days or longer. Else there
+    are no gaps; where less than half of the distances are one step, only by ``gaps="missing"`` or
+    ``"error"``.
     """
     if gaps not in (None, "missing", "ignore", "error"):
         raise ValueError(f"gaps must be 'missing', 'ignore' or 'error'; got {gaps!r}.")
     distance = clocks[0]
     none = np.zeros(len(distance), np.int64)
-    if gaps == "ignore" or not len(distance):
+    if not len(distance):
         return none
-    tries = [(each, each.min(), 1e-3) for each in clocks]
-    for each, step, tolerance in (*tries, (distance, np.median(distance), JITTER)):
-        ratio = each / step if step > 0 else distance / np.inf
+    tries = [(clock, each.min(), 1e-3) for clock, each in enumerate(clocks)]
+    if len(clocks) > 1 and clocks[1].min() >= 1:
+        tries.reverse()
+    for clock, step, tolerance in (*tries, (0, np.median(distance), JITTER)):
+        ratio = clocks[clock] / step if step > 0 else distance / np.inf
         whole = ratio.round()
         regular = bool((np.abs(ratio - whole) < tolerance).all()) and whole.min() > 0
         if regular:
             break
-    if gaps is not None and not regular:
+    if gaps in ("missing", "error") and not regular:
         text = f"gaps={gaps!r} needs multiples of one step; times are no multiples of"
         raise ValueError(f"{text} {distance.min():g}, nor of months. Give gaps='ignore'.")
-    if gaps == "missing":
-        return (whole - 1).astype(np.int64)
     count = int((whole > 1).sum())
-    if not count or (gaps is None and not (regular and np.median(whole) == 1)):
+    if regular and (gaps == "missing" or not count):
+        return (whole - 1).astype(np.int64)
+    if gaps == "ignore" or (gaps is None and not (regular and np.median(whole) == 1)):
         return none
     size = f"{step:g}"
-    if len(clocks) > 1 or each is not distance:  # of dates, of which months are the last clock
-        unit = "months" if len(clocks) > 2 and each is clocks[2] else "days"
+    if len(clocks) > 1:  # of dates
+        unit = "months" if clock == 2 else "days"
         size = f"{step:g} {unit}" if step >= 1 else str(timedelta(days=float(step)))
     said = (
         f"time has gaps: {count} rows are up to {whole.max():g} steps of {size} after the row "
@@ -224,39 +222,40 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
     )
     if gaps == "error":
         raise ValueError(said)
-    warnings.warn(f"{said} They are taken as neighbours.", stacklevel=4)
+    warn_caller(f"{said} They are taken as neighbours.")
     return none
 
 
 def rows_of(
     table: Table | None, rows: Tensor | None, lengths: Tensor, states: Any, probs: Any
 ) -> Any:
-    """``pandas.DataFrame`` of the steps, with states or probabilities.
-
-    Args:
-        table: The table they come from, if they do: its rows in their order are returned.
-        rows: ``(M,)``, the number of each step's row; -1 where there is none.
-        lengths: ``(N,)``.
-        states: ``(N, T)``, or packed ``(M,)``.
-        probs: ``(N, T, K)``, or packed ``(M, K)``.
-    """
-    pandas = imported("pandas")
-    count = int(lengths.sum())
+    """Table of the steps, with states or probabilities: see :meth:`Sequences.to_dataframe`."""
+    found = {} if states is None else {"state": _of_steps("states", states, lengths, 1)}
+    if probs is not None:
+        columns = _of_steps("probs", probs, lengths, 2).mT
+        found |= {f"p{k}": column for k, column in enumerate(columns)}
     if table is None or rows is None:
-        order = torch.arange(count)
+        order = torch.arange(int(lengths.sum()))
         sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-        step = order - firsts(lengths)[sequence]
-        frame = pandas.DataFrame({"sequence": sequence.numpy(), "step": step.numpy()})
+        steps = {"sequence": sequence.numpy(), "step": (order - firsts(lengths)[sequence]).numpy()}
+        keys, own = imported("pandas").DataFrame(steps), order.numpy()
     else:
         numbers = rows.cpu()
         order = numbers.argsort(stable=True)[int((numbers < 0).sum()) :]
-        frame = table.keys.iloc[numbers[order].numpy()].copy()
-    if states is not None:
-        frame["state"] = _of_steps("states", states, lengths, 1)[order].numpy()
-    if probs is not None:
-        found = _of_steps("probs", probs, lengths, 2)[order].numpy()
-        frame[[f"p{k}" for k in range(found.shape[1])]] = found
-    return frame
+        keys, own = table.keys, numbers[order].numpy()
+    return beside(keys, own, {name: column[order].numpy() for name, column in found.items()})
+
+
+def beside(keys: Any, rows: np.ndarray, columns: dict[str, Any]) -> Any:
+    """Some rows of a table of pandas or polars, with columns beside them."""
+    if twice := [name for name in columns if name in keys]:
+        text = f"by and time must not name a column {twice[0]!r}, which the answer has"
+        raise ValueError(f"{text}. Rename it in the table, before from_dataframe.")
+    if hasattr(keys, "iloc"):
+        pandas, keys = imported("pandas"), keys.iloc[rows]
+        return pandas.concat([keys, pandas.DataFrame(columns, keys.index)], axis="columns")
+    polars, keys = imported("polars"), keys[rows] if keys.width else keys
+    return polars.concat([keys, polars.DataFrame(columns)], how="horizontal")
 
 
 def _of_steps(name: str, part: Any, lengths: Tensor, num_dims: int) -> Tensor:

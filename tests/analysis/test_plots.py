@@ -3,11 +3,21 @@
 import matplotlib
 import numpy as np
 import pandas as pd
+import polars
 import pytest
 import torch
 from pyro import distributions as dist
 
-from pyrohmm import HMM, HSMM, TabularHMM, categorical, datasets, fit_em, plots, queries
+from pyrohmm import (
+    HMM,
+    HSMM,
+    TabularHMM,
+    categorical,
+    datasets,
+    fit_em,
+    plots,
+    queries,
+)
 from pyrohmm.distributions import (
     Censored,
     Truncated,
@@ -190,6 +200,11 @@ def test_a_timeline_has_a_bar_for_each_segment(axes):
                     (-0.5, 0.55, 0.5, 1.45), (0.5, 0.55, 1.5, 1.45)}  # fmt: skip
     assert texts(axes.get_legend().get_texts()) == ["a", "c"]  # those that occur
     assert axes.collections[1].get_facecolor().tolist() == [list(matplotlib.colors.to_rgba("C2"))]
+    axes.clear()
+    plots.timeline(paths, lengths=torch.tensor([4, 2]), keys=["Elm", 7], axes=axes)
+    assert texts(axes.get_yticklabels()) == ["Elm", "7"]
+    with pytest.raises(ValueError, match="keys must have N = 2 names"):
+        plots.timeline(paths, lengths=torch.tensor([4, 2]), keys=["Elm"])
 
 
 def boxes(bars):
@@ -309,6 +324,21 @@ def test_a_timeline_has_no_bar_where_there_is_no_step(axes):
     assert [len(bars.get_paths()) for bars in axes.collections] == [1, 2]
     with pytest.raises(ValueError, match="lengths must be given"):  # as of hmm.viterbi
         plots.timeline(padded.clamp(min=0))
+
+
+@pytest.mark.parametrize("kind", ["polars", "list", "datetimes", "index", "periods"])
+def test_dates_of_every_kind_lie_at_their_local_times(axes, kind):
+    index = pd.date_range("2026-01-01", periods=4, freq="MS", tz="Asia/Tokyo", name="when")
+    stamps = [stamp.to_pydatetime() for stamp in index]
+    x = {
+        "polars": lambda: polars.Series(stamps).dt.convert_time_zone("Asia/Tokyo"),
+        "list": lambda: list(index),
+        "datetimes": lambda: stamps,
+        "index": lambda: index,
+        "periods": lambda: pd.period_range("2026-01", periods=4, freq="M"),
+    }[kind]()
+    plots.state_probs(torch.full((4, 2), 0.5), x=x, axes=axes)
+    assert axes.get_xlim() == tuple(date2num(index.tz_localize(None))[[0, -1]])
 
 
 def test_steps_lie_at_their_times_in_local_hours(axes):

@@ -1,10 +1,15 @@
 """Tables: gaps in time, integers with NA, and the way back from states to rows."""
 
+import warnings
+
 import pandas
+import polars
 import pytest
 import torch
+from polars.testing import assert_frame_equal
 
 from pyrohmm import Sequences, TabularHMM, categorical, fit_em
+from pyrohmm.data import Vocabulary
 
 SKIPS = {"who": [*"bbbbaa"], "day": [5, 1, 2, 6, 1, 2], "x": [50, 10, 20, 60, 1, 2]}
 
@@ -119,3 +124,80 @@ def test_states_of_other_sequences_have_their_numbers():
     found = data.to_dataframe(states=torch.tensor([[1, 0], [0, 2]]))
     assert found.to_numpy().tolist() == [[0, 0, 1], [1, 0, 0], [1, 1, 2]]
     assert list(found) == ["sequence", "step", "state"]
+
+
+def readings():
+    """Hours of two sites over the change of the clock in autumn, two of them lacking, shuffled."""
+    hours = pandas.date_range("2026-10-25", periods=6, freq="h", tz="Europe/Berlin")
+    parts = [pandas.DataFrame({"site": s, "time": hours[:n]}) for s, n in (("b", 6), ("a", 4))]
+    frame = pandas.concat(parts).assign(x=range(10)).iloc[[9, 1, 0, 5, 7, 6, 3, 2]]
+    return frame.astype({"site": "category"})
+
+
+def in_polars(frame):
+    when = [time.to_pydatetime() for time in frame["time"].dt.tz_convert("UTC")]
+    zone = polars.col("time").dt.convert_time_zone("Europe/Berlin")
+    kind = {"site": polars.Categorical, "time": polars.Datetime("ms", "Europe/Berlin")}
+    columns = {"x": frame["x"].tolist(), "time": when, "site": frame["site"].tolist()}
+    return polars.DataFrame(columns).with_columns(zone).cast(kind)
+
+
+def test_rows_of_polars_come_back_in_polars():
+    """With the types of their columns, and by the same sequences as those of pandas."""
+    frame = in_polars(readings())
+    options = {"columns": "x", "by": "site", "time": "time", "gaps": "missing"}
+    data, same = (Sequences.from_dataframe(f, **options) for f in (frame, readings()))
+    assert torch.equal(data.values, same.values)
+    assert data.keys == same.keys == ["a", "b"]
+    probs = torch.stack([data.values, -data.values], -1)
+    found = data.to_dataframe(states=data.values, probs=probs)
+    x = polars.col("x")
+    named = {"state": x, "p0": x, "p1": -x}
+    assert_frame_equal(found, frame.select("site", "time", **named))
+    part = data[1:].to_dataframe(states=data.values[1:])
+    assert_frame_equal(part, frame.filter(site="b").select("site", "time", state="x"))
+    alone = Sequences.from_dataframe(frame, columns="x")
+    assert_frame_equal(alone.to_dataframe(states=alone.values), frame.select(state="x"))
+
+
+def test_integers_of_polars_with_null_stay_integers():
+    data = Sequences.from_dataframe(polars.DataFrame({"x": [3, None, 1]}), columns="x")
+    assert data.values.dtype == torch.long
+    assert data.values[data.observed].tolist() == [3, 1]
+
+
+def test_keys_are_those_of_the_groups_and_stay_with_their_sequences():
+    frame = pandas.DataFrame({"who": [*"bbab"], "run": [2, 2, 1, 1], "x": range(4)})
+    pairs = Sequences.from_dataframe(frame, columns="x", by=["who", "run"])
+    assert pairs.keys == list(frame.groupby(["who", "run"], sort=False).groups)
+    assert pairs[[2, 0]].keys == [("b", 1), ("b", 2)]
+    assert pairs.batch(torch.tensor([1])).keys == [("a", 1)]
+    assert pairs.to(torch.float64).truncate(1).keys == pairs.keys
+    assert Sequences.from_dataframe(frame, columns="x").keys == [0]
+    assert Sequences.from_list([[1], [2]]).keys == [0, 1]
+
+
+def test_a_key_that_is_called_as_an_answer_is_not_overwritten():
+    for make in (pandas.DataFrame, polars.DataFrame):
+        frame = make({"state": ["Ohio", "Iowa"], "x": [1, 0]})
+        data = Sequences.from_dataframe(frame, columns="x", by="state")
+        with pytest.raises(ValueError, match="by and time must not name a column 'state'"):
+            data.to_dataframe(states=[0, 1])
+        assert data.to_dataframe(probs=[[1.0], [1.0]])["state"].to_list() == ["Ohio", "Iowa"]
+
+
+def test_labels_of_lists_may_be_names():
+    tags = Vocabulary(["down", "up"])
+    data = Sequences.from_list([[0, 1, 1], [1]], labels=[["up", None, "down"], ["up"]], tags=tags)
+    assert data.labels.tolist() == [[1, -1, 0], [1, -1, -1]]
+
+
+def test_warnings_name_the_line_of_the_user():
+    for make in (
+        read,
+        lambda: Sequences.from_list(torch.zeros(99, 2)),
+        lambda: Sequences(torch.zeros(3, 3), observed=torch.zeros(3, 3, dtype=torch.bool)),
+    ):
+        with warnings.catch_warnings(record=True, action="always") as found:
+            make()
+        assert [warning.filename for warning in found] == [__file__]

@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 import pandas as pd
+import polars
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -531,6 +532,17 @@ def test_a_module_of_either_dtype_takes_the_covariates_of_a_table(double):
     assert {part.dtype for part in fit.parameters.values()} == {
         [torch.float32, torch.float64][double]
     }
+
+
+def test_hours_of_a_table_of_polars_are_local():
+    """In its time zone, as in pandas, over a change of the clock."""
+    days = pd.date_range("2026-03-28", periods=40, freq="h", tz="Europe/Berlin")
+    frame = polars.DataFrame({"day": [day.to_pydatetime() for day in days]})
+    frame = frame.with_columns(polars.col("day").dt.convert_time_zone("Europe/Berlin"))
+    design = formulas(frame, transition="~ cyclic(day.dt.hour, 24)")
+    wanted = np.sin(2 * np.pi * days.hour / 24)
+    np.testing.assert_allclose(design.matrix(frame)[:, 1], wanted, atol=1e-12)
+    assert list(design.table(frame)["day"]) == list(days)
 
 
 def test_a_module_of_some_transitions_takes_its_own_state():
