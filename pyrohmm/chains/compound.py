@@ -87,15 +87,12 @@ class ProductChain(MarkovRecursions):
 
     def replace(self, **changes: Any) -> ProductChain:
         """A copy with some parameters changed, by name or all of a kind."""
-        known = [*self.cores, "log_initials", "log_transitions"]
-        for name in changes:
-            if name not in known:
-                raise TypeError(f"{name} is no parameter of a product of chains: {known} are.")
-        parts = self.parameters | {n: p for n, p in changes.items() if n in self.cores}
-        initials, transitions = list(parts.values())[::2], list(parts.values())[1::2]
-        return ProductChain(
-            changes.get("log_initials", initials), changes.get("log_transitions", transitions)
-        )
+        lists = "log_initials", "log_transitions"
+        known = [*self.cores, *lists]
+        if unknown := changes.keys() - known:
+            raise TypeError(f"{min(unknown)} is no parameter of a product of chains: {known} are.")
+        parts = [changes.get(name, part) for name, part in self.parameters.items()]
+        return ProductChain(*(changes.get(name, parts[i::2]) for i, name in enumerate(lists)))
 
     @property
     def num_states(self) -> int:

@@ -10,7 +10,7 @@ In shapes, M is the number of observations and R that of batched restarts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -188,18 +188,9 @@ class Family(PyroModule):
 
         The method ``<name>_prior`` returns the prior of each, which becomes a single event.
         """
-        for name, shape in shapes.items():
-            self.set_priors(**{name: Prior(_prior_of, name=name, dims=len(shape))})
-
-    def set_priors(self, **priors: Callable[[Any], TorchDistribution]) -> None:
-        """Make parameters random variables, with priors that the M-step accounts for.
-
-        Args:
-            **priors: By name, a function that makes the prior from the module.
-        """
         self.accounts_for_priors = True
-        for name, prior in priors.items():
-            setattr(self, name, PyroSample(Prior(prior)))
+        for name, shape in shapes.items():
+            setattr(self, name, PyroSample(Prior(_prior_of, name=name, dims=len(shape))))
 
     def set_points(self, **values: Tensor) -> None:
         """Make these values parameters without priors."""

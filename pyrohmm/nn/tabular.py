@@ -5,7 +5,7 @@ Tabular HMMs, and the sticky HDP-HMM, whose rows share their weights.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -81,7 +81,16 @@ class ChainTables(HMMModule, Family):
                 raise ValueError(f"{text}. Set a True in each row.")
         self.register_buffer(f"{name}_allowed", allowed)
         self.supports = self.supports | {name: constraints.simplex}  # type: ignore[misc]
-        self.set_priors(**{name: partial(rows_prior, name=name)})
+        self.add_parameters(**{name: shape})
+
+    def prior(self, name: str) -> Any:
+        """Dirichlet prior of the rows of a table; of other parameters that of their method."""
+        if f"{name}_allowed" not in self._buffers:
+            return super().prior(name)
+        concentration, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
+        if allowed is None:
+            return Dirichlet(concentration)
+        return SparseDirichlet(concentration, allowed)
 
     def tables(self) -> dict[str, Any]:
         """Logarithms of the tables, by the names of the chain's parameters."""
@@ -173,15 +182,6 @@ def module_of(hmm: HMM) -> HMMModule:
                         "whose forward returns HMM.of(chain, ...).")  # fmt: skip
     module: HMMModule = kind.from_hmm(hmm)
     return module
-
-
-def rows_prior(module: ChainTables, name: str) -> Dirichlet | SparseDirichlet:
-    """Dirichlet prior of the rows of probabilities ``name``, all as one event."""
-    concentration: Tensor = getattr(module, prior_name(name))
-    allowed: Tensor | None = getattr(module, f"{name}_allowed")
-    if allowed is None:
-        return Dirichlet(concentration).to_event(concentration.dim() - 1)
-    return SparseDirichlet(concentration, allowed)
 
 
 class TabularHMM(ChainTables, builds=HMM):
@@ -440,7 +440,7 @@ class StickyHDPHMM(ChainTables):
                 if len(value) != 2 or min(value) <= 0:
                     raise ValueError(f"{name} must be positive, or shape and rate; got {value}.")
                 self.register_buffer(f"{name}_prior", torch.tensor(value).to(dtype))
-                self.set_priors(**{name: partial(_strength, name=name)})
+                self.add_parameters(**{name: ()})
             else:
                 if not 0 <= value < torch.inf or (value == 0 and name != "kappa"):
                     text = f"{name} must be positive and finite; got {value}"
@@ -448,6 +448,11 @@ class StickyHDPHMM(ChainTables):
                 self.register_buffer(name, torch.tensor(value).to(dtype))
         row = (num_states,)
         self.add_parameters(weights=row, initial=row, transition=2 * row)
+
+    def prior(self, name: str) -> Any:
+        """Gamma prior of a concentration; of rows that of their method."""
+        prior = getattr(self, f"{name}_prior")
+        return Gamma(*prior) if isinstance(prior, Tensor) else prior()
 
     def weights_prior(self) -> TorchDistribution:
         """Dirichlet prior of the state weights, which all rows share."""
@@ -511,12 +516,6 @@ def _tables(counts: Tensor, strength: Tensor) -> Tensor:
 
 class SharedRows(SparseDirichlet):
     """Dirichlet distribution of the rows of a :class:`StickyHDPHMM`, which has no mode."""
-
-
-def _strength(module: StickyHDPHMM, name: str) -> TorchDistribution:
-    """Gamma prior of the concentration ``name``."""
-    shape, rate = getattr(module, f"{name}_prior")
-    return Gamma(shape, rate)
 
 
 def _table(concentration: Tensor, dims: int) -> SharedRows:
