@@ -65,8 +65,6 @@ WORDS = {  # by which models are asked elsewhere: what a fit, and what its HMM h
         ("params", "parameters", ""), ("save to_file", "save(fit, directory)", ""),
         ("plot plots", "plots.transition(fit.hmm(data)), or another of pyrohmm.plots", ""),
         ("aic", "metrics.aic(fit, data)", ""), ("bic", "metrics.bic(fit, data)", ""),
-        ("perplexity", "metrics.perplexity(fit, data)", ""), ("report", "report(fit, data)", ""),
-        ("draws", "PosteriorDraws.of(fit)", ""), ("filter", "Filter(fit.hmm(data[:1]))", ""),
     )
     for word in words.split()
 }  # fmt: skip

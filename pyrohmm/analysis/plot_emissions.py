@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checks import names_checked
 from .._imports import imported
 from ..distributions.autoregressive import (
     Autoregressive,
@@ -38,7 +37,6 @@ WIDTH = 4.0  # standard deviations of a state to both sides, over which it is dr
 SMALL = 1e-4  # probability of a count that is not drawn
 
 
-@names_checked
 def emission(
     hmm: HMM,
     *,

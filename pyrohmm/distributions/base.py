@@ -386,9 +386,8 @@ class ChainDistribution(OwnChecks):
         )
         if not fits or (data.has_gaps and self.observed is None):
             lacking = "gaps" if fits else "lengths"
-            raise ValueError(
-                f"values are Sequences whose {lacking} this HMM does not have. {_others(self)}."
-            )
+            text = f"values are Sequences whose {lacking} this HMM does not have"
+            raise ValueError(f"{text}. {_others(self)}.")
         return data.values
 
     def check_labels(self, values: Tensor) -> None:

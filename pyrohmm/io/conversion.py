@@ -117,10 +117,9 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
         raise ValueError(
             f"{text}. Choose one entry; call hmm.replace(observed=None, allowed=None)."
         )
-    with torch.no_grad():
-        model = _model(library, hmm.num_states, hmm.emission, {"init_params": "", **options})
-        model.startprob_ = _probabilities(hmm.log_initial)
-        model.transmat_ = _probabilities(hmm.log_transition)
+    model = _model(library, hmm.num_states, hmm.emission, {"init_params": "", **options})
+    model.startprob_ = _probabilities(hmm.log_initial)
+    model.transmat_ = _probabilities(hmm.log_transition)
     return model
 
 
