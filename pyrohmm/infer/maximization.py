@@ -412,14 +412,13 @@ class Maximization:
 
     def state(self) -> dict[str, Any]:
         """Checkpoint state: remarks, unvisited states, searched matrices, gradient steps."""
-        idle = [] if self.idle is None else self.idle.tolist()
         searched = getattr(self.transition_step, "searched", [])
-        return {"notes": self.notes, "idle": idle, "searched": searched} | self.gradient.state()
+        own = {"notes": self.notes, "idle": self.idle, "searched": searched}
+        return own | self.gradient.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore remarks, unvisited states, searches and gradient steps from a checkpoint."""
-        self.notes = state["notes"]
-        self.idle = torch.tensor(state["idle"]) if state["idle"] else None
+        self.notes, self.idle = state["notes"], state["idle"]
         if state["searched"]:
             self.transition_step.searched = state["searched"]  # type: ignore[union-attr]
         self.gradient.restore(state)
