@@ -50,12 +50,15 @@ class ProbitSticks(StickBreakingTransform):
         return rest - 0.5 * (x.square() + math.log(2 * math.pi)).sum(-1)
 
 
+def _base(support: Any) -> Any:
+    """A support without the dimensions of an event that were added to it."""
+    added = isinstance(support, constraints.independent)
+    return _base(support.base_constraint) if added else support
+
+
 def coordinates(support: constraints.Constraint) -> Any:
     """Transform from unconstrained coordinates to the support of a variable."""
-    base: Any = support
-    while isinstance(base, constraints.independent):
-        base = base.base_constraint
-    if isinstance(base, type(constraints.simplex)):
+    if isinstance(_base(support), type(constraints.simplex)):
         return IndependentTransform(ProbitSticks(), support.event_dim - 1)
     return biject_to(support)
 
@@ -126,9 +129,8 @@ class Coordinates:
     @classmethod
     def of(cls, name: str, estimate: Tensor, support: Any, unit: float = 1.0) -> Coordinates:
         """Unconstrained coordinates of a parameter in ``support``; ``unit`` is that of the data."""
-        estimate, base, named = estimate.detach().double(), support, type(support).__name__
-        while isinstance(base, constraints.independent):
-            base = base.base_constraint
+        estimate, base = estimate.detach().double(), _base(support)
+        named = type(support).__name__
         scale: Transform = IDENTITY
         forward: Any = torch.exp  # of coordinates, which are ``origin`` at the estimate
         edge = estimate  # what entries outside are held at

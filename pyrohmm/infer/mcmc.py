@@ -391,23 +391,22 @@ class HMC(Chains):
         self.probe = self.pieces[0][0]
         trace = trace_of_batchable(model, self.probe, self.copies)
         self.plates = sequence_plates(model, self.probe, trace)
-        nodes = self._simulated().nodes
         self.supports, _ = latent_sites(trace)
         if not self.supports:
             raise ValueError("model has no latent variables to sample: give a parameter a prior.")
-        self.prior = {name: nodes[name]["value"] for name in self.supports}
+        self.prior = self._simulated()
         self.deep = {name for name in self.supports if trace.nodes[name]["fn"].batch_shape}
-        spaces = {name: nodes[name]["fn"].support for name in self.supports}
         # else samples are not those of the prior
         self.refreshes = not any(is_log_prior(name) for name in trace.nodes)
         self.inverse: Any = 1.0
         target, log_density = arguments["target_accept"], self.log_density
-        self.hamiltonian = Hamiltonian(spaces, self.prior, log_density, self.ladder, target)
+        self.hamiltonian = Hamiltonian(self.supports, self.prior, log_density, self.ladder, target)
 
-    def _simulated(self) -> poutine.Trace:
+    def _simulated(self) -> Values:
         """Sample starting values from the prior, one for each chain."""
         with torch.no_grad(), poutine.block(), pyro.plate("chains", self.copies, dim=-2):
-            return poutine.trace(self.model).get_trace(self.probe)
+            nodes = poutine.trace(self.model).get_trace(self.probe).nodes
+        return {name: nodes[name]["value"] for name in self.supports}
 
     def _joint(self, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-likelihood and log-prior of each chain, ``(C R,)``."""
@@ -487,8 +486,7 @@ class HMC(Chains):
         _, works = ladder.swap((ladder.others.to(place) - ladder.own.to(place)) * likelihood)
         self.inverse = ladder.own.to(place)
         if self.refreshes:
-            nodes = self._simulated().nodes
-            fresh = hamiltonian.free({name: nodes[name]["value"] for name in self.supports})
+            fresh = hamiltonian.free(self._simulated())
             place = torch.where((self.inverse == 0).unsqueeze(-1), fresh, place)
         hamiltonian.state = hamiltonian.at(place)
         return {"works": works}
