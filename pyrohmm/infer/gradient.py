@@ -174,9 +174,8 @@ def fit_map(
         supports.update(_check_restarts(model, data, settings, restarts))
         return AutoDelta(batched, init_loc_fn=init)
 
-    if restarts == 1:
-        return train(fit_map, arguments, model, guide_of, "MAP", restarts)
-    return _best(train(fit_map, arguments, batched, guide_of, "MAP", restarts), model, supports)
+    fit = train(fit_map, arguments, model if restarts == 1 else batched, guide_of, "MAP", restarts)
+    return fit if restarts == 1 else _best(fit, model, supports)
 
 
 def _check_restarts(

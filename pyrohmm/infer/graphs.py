@@ -128,10 +128,8 @@ class Replays:
 def _shape(batch: Sequences) -> tuple[Any, ...] | None:
     """What minibatches of one graph have in common; None if that is not shape alone."""
     names = [name for name, _ in batch._all_rows()]
-    equal = len(batch) * batch.num_steps == batch.num_rows
-    return (
-        (*batch.shape, batch.values.dtype, batch.total) if names == ["values"] and equal else None
-    )
+    plain = names == ["values"] and len(batch) * batch.num_steps == batch.num_rows
+    return (*batch.shape, batch.values.dtype, batch.total) if plain else None
 
 
 class _Replay:

@@ -280,12 +280,11 @@ class _Search:
         def joint(u: Tensor) -> Tensor:
             return marginal.joint(self.wide(u), b[: len(u)])
 
-        values = {**self.wide(places), **marginal.packing.values(b)}
-        check_copies(
-            lambda: (torch.cat([joint(place.unsqueeze(0)) for place in places]), joint(places)),
-            values,
-            marginal.data.num_observed,
-        )
+        def pair() -> tuple[Tensor, Tensor]:
+            return torch.cat([joint(place.unsqueeze(0)) for place in places]), joint(places)
+
+        values = self.wide(places) | marginal.packing.values(b)
+        check_copies(pair, values, marginal.data.num_observed)
         marginal.check_independent(self.wide(self.place))
 
     def climb(self, num_steps: int, tolerance: float) -> tuple[Tensor, Peak]:

@@ -26,7 +26,15 @@ from .._checks import warn_caller
 from .._choices import SHARED, first_values
 from ..data.sequences import Sequences
 from ..nn.base import PYRO
-from .plates import LogJoint, is_likelihood, pieces_of, plates_of_batch, repeatable, sequence_plates
+from .plates import (
+    LogJoint,
+    is_likelihood,
+    pieces_of,
+    plates_of_batch,
+    repeatable,
+    sequence_plates,
+    wide,
+)
 
 APART = 0.01  # of coordinates of copies
 WHEN_IMPOSSIBLE = (
@@ -359,16 +367,15 @@ def check_batchable(model: Any, data: Sequences, trace: poutine.Trace) -> None:
 
     def pair() -> tuple[Tensor, Tensor]:
         with repeatable(), plated():
-            wide = poutine.trace(model).get_trace(data)
-        values = {name: wide.nodes[name]["value"] for name in sites}
+            nodes = poutine.trace(model).get_trace(data).nodes
+        values = {name: nodes[name]["value"] for name in sites}
         moved = {name: torch.cat([value[1:2], value[1:]]) for name, value in values.items()}
         return others(values), others(moved)
 
-    check_copies(pair, {
-        name: site["value"].expand(copies, *site["value"].shape if site["cond_indep_stack"] else
-                                   (1, *site["value"].shape))
-        for name, site in sites.items()
-    }, data.num_observed)  # fmt: skip
+    inside = {name for name, site in sites.items() if site["cond_indep_stack"]}
+    one = wide({name: site["value"] for name, site in sites.items()}, inside, 0)
+    values = {name: value.expand(copies, *value.shape) for name, value in one.items()}
+    check_copies(pair, values, data.num_observed)
 
 
 def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: Sequences) -> None:

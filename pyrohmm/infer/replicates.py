@@ -190,9 +190,8 @@ def bootstrap(
             raise ValueError("labels that are booleans cannot be simulated: take parametric=False.")
         each, here = [], torch.zeros(len(information.labels)).double()
         for part in parts:
-            values, states = information.at(here, part).sample_with_states(
-                torch.Size([num_samples])
-            )
+            hmm = information.at(here, part)
+            values, states = hmm.sample_with_states(torch.Size([num_samples]))
             values = values.to(part.values.dtype)
             if values.dtype.is_floating_point:
                 values = values.masked_fill(part.values.isnan(), torch.nan)

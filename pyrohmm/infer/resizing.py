@@ -127,9 +127,8 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
     matrix = hmm.log_transition.detach()[index][:, index] + half
     if noise > 0:
         matrix = matrix.clone()
-        matrix[copies] = (matrix[copies] + noise * torch.randn(2, len(index)).to(half)).log_softmax(
-            -1
-        )
+        moved = matrix[copies] + noise * torch.randn(2, len(index)).to(half)
+        matrix[copies] = moved.log_softmax(-1)
 
     def split(part: Any, tables: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: old[index].clone() for name, old in tables.items()}
@@ -170,9 +169,8 @@ def _resized(part: Any, num_states: int, change: Change) -> Any:
     arguments = arguments_of(part)
     if not isinstance(part, Independent | Streams):
         tensors = {n: value.detach() for n, value in arguments.items() if isinstance(value, Tensor)}
-        arguments |= change(
-            part, {n: t for n, t in tensors.items() if t.shape[:1] == (num_states,)}
-        )
+        rows = {n: t for n, t in tensors.items() if t.shape[:1] == (num_states,)}
+        arguments |= change(part, rows)
     for name, value in arguments.items():
         if isinstance(value, list):
             arguments[name] = [_resized(inner, num_states, change) for inner in value]

@@ -187,14 +187,12 @@ class Information:
         here = self.values_at(torch.zeros(len(self.labels)).double()).values()
         steps = torch.arange(num_copies(self.probe, self.num_states, here)).double()
         u = (APART * steps).unsqueeze(1).expand(-1, len(self.labels))
-        check_copies(
-            lambda: (
-                torch.stack([self.run(each, self.probe)[0] for each in u]),
-                self.run(u, self.probe)[0],
-            ),
-            self.values_at(u),
-            self.probe.num_observed,
-        )
+
+        def pair() -> tuple[Tensor, Tensor]:
+            alone = torch.stack([self.run(each, self.probe)[0] for each in u])
+            return alone, self.run(u, self.probe)[0]
+
+        check_copies(pair, self.values_at(u), self.probe.num_observed)
 
     def gradients(self, places: Tensor) -> Tensor:
         """Gradients of the log joint density at coordinates ``(B, P)``, by batches of copies."""
