@@ -44,7 +44,7 @@ SYNONYMS = [  # names of one argument, here and elsewhere
         "emission emissions observations obs", "num_symbols n_symbols vocab_size n_features V",
         "dim n_features num_features embedding_dim D", "hidden_dim hidden_size n_hidden",
         "axes ax", "observed mask", "names labels", "num_parameters n_params",
-        "num_folds n_folds cv n_splits", "count k", "num_sequences n_sequences",
+        "num_folds n_folds cv n_splits", "count k", "lags lag", "num_sequences n_sequences",
         "columns column values value y", "labels states y", "by group groups groupby id animal",
         "time times timestamp", "covariates exog", "num_clusters n_clusters", "x times dates",
     )
@@ -80,15 +80,19 @@ class PyroValidation:
         return is_validation_enabled()
 
 
-class OwnChecks(TorchDistribution):
-    """Distribution that validates its arguments itself: torch has no constraints for them."""
-
-    arg_constraints: dict[str, Constraint] = {}  # noqa: RUF012  # torch's interface
+class CheckedCalls:
+    """Base of classes of which a call that does not fit the signature is refused by name."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
+
+
+class OwnChecks(CheckedCalls, TorchDistribution):
+    """Distribution that validates its arguments itself: torch has no constraints for them."""
+
+    arg_constraints: dict[str, Constraint] = {}  # noqa: RUF012  # torch's interface
 
     if not TYPE_CHECKING:  # which knows the attributes there are
 

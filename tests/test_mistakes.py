@@ -535,12 +535,37 @@ def test_modules_and_fits(mistake, error, words):
      "X must have a row for each of 3 clusters; got 2"),
     ("a column of probabilities", lambda: hmm(PI[:, None]), ValueError,
      r"log_transition must end .*= \(1, 1\), as log_initial is \(2, 1\); got shape \(2, 2\)"),
+    ("sequences as an array", lambda: np.asarray(data()), TypeError, "no array. Give data.values"),
+    ("sequences for the filter", lambda: Filter(hmm(lengths=torch.tensor(1))).update(data()),
+     TypeError, "no array. Give data.values"),
+    ("a column itself", lambda: Sequences.from_dataframe(pandas.DataFrame({"x": [1.5]}),
+                                                         columns=pandas.Series([1.5])), ValueError,
+     r"columns must name columns of frame, \['x'\]; got 1.5"),
+    ("a word of no query", lambda: fit_em(module(), data()).pvalues, AttributeError,
+     r"no attribute 'pvalues'\.$"),
+    ("a negative variance", lambda: variances_of(-1.0), ValueError,
+     "covars_ must be positive and finite; got -1"),
     ("pairs of lists", lambda: fit_cooccurrence(module(), [[0, 1]]), ValueError,
      r"got list. .* of lists Sequences.from_list\(lists\)"),
 ])  # fmt: skip
 def test_calls(mistake, error, words):
     with pytest.raises(error, match=words):
         mistake()
+
+
+def variances_of(number):
+    """An estimator with a variance that its user sets."""
+    rows = np.linspace(-1.0, 1.0, 6)[:, None]
+    estimator = GaussianHMM(1).fit(rows)
+    estimator.covars_ = np.full((1, 1), number)
+    return estimator.predict(rows)
+
+
+def test_a_table_of_tags_read_as_sentences_is_told(tmp_path):
+    path = tmp_path / "words.conll"
+    path.write_text("the\tDET\ncat\tNOUN\n")
+    with pytest.warns(match="has tabs, as tables of tagged words"):
+        read_sentences(path)
 
 
 def test_errors_inside_of_a_call_stay_as_they_are():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor
@@ -251,6 +251,10 @@ class PackedSequences:
     def num_observed(self) -> int:
         """Number of observed steps: the denominator of figures per token."""
         return int(self.known.sum()) if self.has_gaps else self.num_rows
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: what differs in length is no array."""
+        raise TypeError("Sequences are no array. Give data.values, or data.to_concatenated().")
 
     def __len__(self) -> int:
         return len(self.lengths)

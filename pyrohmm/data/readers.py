@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._checks import check_kind, check_size
+from .._checks import check_kind, check_size, warn_caller
 from .sequences import Sequences
 from .steps import NO_CODE, encoded
 from .vocabulary import CLASS_COUNT as CLASS_COUNT
@@ -84,7 +84,10 @@ def read_sentences(
         ValueError: If there is no sentence, or a token is not in ``vocabulary``.
     """
     end = [] if eos is None else [eos]
-    entries = (Entry(number, line.split() + end) for number, line in numbered_lines(path))
+    lines = [*numbered_lines(path)]
+    if any("\t" in line for _, line in lines[:9]):
+        warn_caller(f"{path} has tabs, as tables of tagged words: each line is a sentence here")
+    entries = (Entry(number, line.split() + end) for number, line in lines)
     return corpus_of(path, [entry for entry in entries if entry.symbols], vocabulary)
 
 

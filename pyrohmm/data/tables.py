@@ -72,8 +72,8 @@ def read_columns(
     argument: str, frame: Any, names: str | Sequence[str], vocabulary: Vocabulary | None = None
 ) -> tuple[Tensor, Tensor]:
     """Columns of a table, ``(M,)`` for one name, ``(M, D)`` for D, and the mask of known rows."""
-    if isinstance(names, str):
-        values = to_numpy(column(argument, frame, names))
+    if isinstance(names, str) or not hasattr(names, "__iter__"):
+        values = to_numpy(column(argument, frame, names))  # type: ignore[arg-type]
         steps, known = read_steps(f"{argument} {names!r}", values, vocabulary)
         return torch.zeros(len(known)) if steps is None else steps, known
     parts = [read_columns(argument, frame, name, vocabulary) for name in names]

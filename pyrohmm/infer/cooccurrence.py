@@ -6,7 +6,6 @@ available here as well.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from .._checks import check_integers, check_kind, check_range, check_size, unknown_argument
+from .._checks import check_integers, check_kind, check_range, check_size, names_checked
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -32,7 +31,7 @@ from ..ops.pairs import add_up
 from ..ops.pairs import cross_entropy as cross_entropy
 from ..ops.pairs import relative_distance as relative_distance
 from ..ops.pairs import squared_distance as squared_distance
-from .descent import MINIBATCHES, Settings
+from .descent import MINIBATCHES
 from .gradient import fit_map
 from .models import LogPrior, build, exclusive
 from .results import Fit
@@ -190,6 +189,7 @@ class CooccurrenceModel(OwnParameters):
         return hmm
 
 
+@names_checked
 @exclusive()
 def fit_cooccurrence(
     module: HMMModule,
@@ -244,9 +244,6 @@ def fit_cooccurrence(
         >>> fit.restarts.losses.shape[0], fit.num_observed
         (4, 38)
     """
-    known = [*inspect.signature(fit_map).parameters, *Settings.__annotations__]
-    for name in options.keys() - known:
-        raise unknown_argument(fit_cooccurrence, name, ["lags", "num_symbols", *known])
     for name in (*MINIBATCHES, "sharded"):
         if options.get(name) not in (None, False):
             text = f"{name} must be left out; got {options[name]}"

@@ -303,7 +303,7 @@ class Fit:
 
         def __getattr__(self, name: str) -> Any:
             text = f"{type(self).__name__!r} object has no attribute {name!r}."
-            near = get_close_matches(name, dir(type(self)) + list(self.__dict__), 1)
+            near = get_close_matches(name, dir(type(self)) + list(self.__dict__), 1, 0.75)
             if name in WORDS or (near and name[0] != "_"):
                 text += f" Did you mean {WORDS.get(name, near)[0]}?"
             if hasattr(HMM, name) or name in ("chain", "lengths"):

@@ -15,7 +15,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._checks import WORDS, check_tensor, names_checked
+from .._checks import WORDS, CheckedCalls, check_tensor
 from ..distributions.hmm import HMM
 
 # held by whoever uses Pyro's handler stack or parameter store, which all threads share
@@ -77,7 +77,7 @@ class OwnParameters(PyroModule):
                 context.used = False
 
 
-class HMMModule(OwnParameters):
+class HMMModule(CheckedCalls, OwnParameters):
     """A ``PyroModule`` whose call returns an :class:`HMM` for sequences of some lengths.
 
     Subclasses define ``forward(lengths, observed=None)``, or, if the model depends on covariates
@@ -119,11 +119,6 @@ class HMMModule(OwnParameters):
         >>> bool((fit.model.module.slope > 0.5).any())
         True
     """
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
 
     if not TYPE_CHECKING:  # which knows the attributes there are
 

@@ -144,8 +144,7 @@ def with_priors(module: Any, priors: bool) -> Any:
     """Make the priors of ``module`` :class:`Flat` if ``priors`` is False, and return it."""
     check_kind("priors", priors, bool, "True or False", "Give priors themselves to the module.")
     if not priors:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"priors=False needs a module; got {type(module).__name__}.")
+        check_kind("module", module, nn.Module, "a module where priors=False")
         for part in module.modules():
             samples = getattr(part, "_pyro_samples", {})
             chosen = {n: x for n, x in samples.items() if not isinstance(x, Flat | Penalty)}

@@ -15,7 +15,7 @@ from sklearn.utils import check_random_state
 from torch import Tensor, allclose, as_tensor, float64, ones_like
 from torch.distributions import constraints
 
-from .._checks import check_shape, check_size
+from .._checks import check_positive, check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
@@ -355,6 +355,8 @@ class NormalEstimator(TabularEstimator):
         means, covars = as_double(self.means_), as_double(covars)
         shape = self._covars_shape(tuple(means.shape[:-1]), means.size(-1))
         check_shape("covars_", covars, shape, f"of type {self.covariance_type!r}")
+        matrices = self.covariance_type in ("full", "tied")
+        check_positive("covars_", covars.diagonal(dim1=-2, dim2=-1) if matrices else covars)
         return normals_of(means, covars, self.covariance_type)
 
     def _spread(self, table: np.ndarray, *lead: int) -> np.ndarray:
