@@ -519,8 +519,8 @@ def _states(fit: Fit, data: Sequences) -> str:
     part = _some(data.batch(torch.tensor([longest])))
     probs, of = fit.hmm(part).posterior(part.values).state_probs[0], int(data.lengths.max())
     first = f", the first {len(probs):,} of {of:,} steps" if len(probs) < of else ""
-    name = escape(str(part.keys[0]))
-    return f"<p>Sequence {name}{first}.</p>" + _picture(plots.state_probs(probs))
+    name, axes = escape(str(part.keys[0])), plots.state_probs(probs, x=part.time_index())
+    return f"<p>Sequence {name}{first}.</p>" + _picture(axes)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -43,7 +43,7 @@ def places_of(x: Any, count: int, axes: Axes) -> Any:
     places = to_numpy(getattr(clock, "start_time", x))  # of periods
     if places.shape != (count,):
         text = f"x must have a time for each of the {count} steps, (T,); got shape"
-        raise ValueError(f"{text} {places.shape}. Give those of the sequence that is drawn.")
+        raise ValueError(f"{text} {places.shape}. Give data[n : n + 1].time_index().")
     if places.dtype.kind == "M":  # dates, written once beside the axis and shortly along it
         dates = imported("matplotlib.dates")
         ticks = dates.AutoDateLocator(maxticks=8)

@@ -212,7 +212,7 @@ def forecast(
         predicted: Of one sequence of numbers, ``(H,)`` or ``(1, H)``: such as
             ``hmm.forecast(values, 10)`` of an HMM of one sequence.
         values: The past, ``(T,)``, ``(1, T)`` or ``(1, T, 1)``; the forecast follows it.
-        x: ``(T + H,)`` numbers or dates, past and to come; numbers of the steps by default.
+        x: ``(T + H,)`` numbers or dates, such as ``data[:1].time_index(H)``; numbers by default.
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
     """
@@ -326,7 +326,7 @@ def state_probs(
     Args:
         probs: ``(T, K)``, such as ``fit.predict_proba(data[n])`` of one sequence.
         names: Of the K states; numbers by default.
-        x: ``(T,)`` numbers or dates, such as a column of the table; numbers of steps by default.
+        x: ``(T,)`` numbers or dates, such as ``data[:1].time_index()``; numbers by default.
         axes: Where to draw; new ones by default.
 
     Raises:
@@ -416,7 +416,7 @@ def series(
         values: ``(T,)``, ``(1, T)`` or ``(1, T, D)``, the sequence; each component of vectors
             has a panel. Steps that are not observed are not drawn.
         names: Of the K states; numbers by default.
-        x: ``(T,)`` numbers or dates, such as a column of the table; numbers of steps by default.
+        x: ``(T,)`` numbers or dates, such as ``data[:1].time_index()``; numbers by default.
         level: Probability of the band.
         axes: Where to draw, D of them for vectors; new ones by default.
 

@@ -43,7 +43,7 @@ from .steps import (
     read_parts,
     read_steps,
 )
-from .tables import Gaps, read_table, rows_of
+from .tables import Gaps, read_table, rows_of, times_of
 from .vocabulary import Vocabulary
 
 
@@ -347,6 +347,28 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         first = cast(Tensor, self.packed("rows")).cpu()[self.firsts]
         keys = self.table.columns[self.table.by].iloc[first.numpy()]
         return [k if len(k) > 1 else k[0] for k in keys.itertuples(index=False, name=None)]
+
+    def time_index(self, num_ahead: int = 0) -> Any:
+        """``pandas.Series`` of the times of all steps, those without a row filled in.
+
+        For ``x=`` of plots. They go on in their time zone, by months or local days where steps are.
+        None without a column of times.
+
+        Args:
+            num_ahead: Number of steps to come that are added to each sequence.
+
+        Raises:
+            ValueError: If there is no step by which they go on.
+
+        Example:
+            >>> table = {"day": [1, 2, 5], "x": [0.5, 1.5, 2.5]}
+            >>> data = Sequences.from_dataframe(table, columns="x", time="day", gaps="missing")
+            >>> data.time_index(num_ahead=2).tolist()
+            [1, 2, 3, 4, 5, 6, 7]
+        """
+        if self.table is None or self.table.time is None:
+            return None
+        return times_of(self.table, cast(Tensor, self.packed("rows")), self.lengths, num_ahead)
 
     def __repr__(self) -> str:
         dtype = self._held.dtype

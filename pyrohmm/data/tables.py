@@ -100,6 +100,7 @@ class Table(NamedTuple):
         order: ``(M,)``, the number of the row of each step; -1 where a step has no row.
         lengths: ``(N,)``.
         times: ``(M,)``; None without a column of times.
+        step: Number of a clock, and size of a step by it; None where steps differ.
     """
 
     keys: Any
@@ -109,6 +110,7 @@ class Table(NamedTuple):
     order: Tensor
     lengths: Tensor
     times: Tensor | None = None
+    step: tuple[int, float] | None = None
 
     @classmethod
     def of(cls, frame: Any, by: Any, time: str | None, count: int, gaps: Gaps | None) -> Table:
@@ -153,16 +155,15 @@ class Table(NamedTuple):
                 cure = "Drop or average rows of one time, or name another column in by=."
             raise ValueError(f"{text} have the same. {cure}")
         absent = np.zeros(max(count - 1, 0), np.int64)  # steps between two rows
-        clocks = [distance, *(np.diff(clock[order])[inside] for clock in calendars(dates))]
-        absent[inside] = absent_steps(clocks, gaps)
+        clocks = [distance, *(np.diff(days[order])[inside] for days in calendars(dates))]
+        absent[inside], step = absent_steps(clocks, gaps)
         place = np.arange(count) + np.pad(absent.cumsum(), (1, 0))
         steps = np.arange(place[-1] + 1)
         filled = np.full(len(steps), -1)
         filled[place] = order
         lengths = torch.from_numpy(np.bincount(number[np.searchsorted(place, steps)]))
-        sorted_times = torch.from_numpy(np.interp(steps, place, times))
-        rows = torch.from_numpy(filled)
-        return cls(keys, columns, names, time, rows, lengths, sorted_times)
+        clock = torch.from_numpy(np.interp(steps, place, times))
+        return cls(keys, columns, names, time, torch.from_numpy(filled), lengths, clock, step)
 
 
 def calendars(dates: Any) -> list[np.ndarray]:
@@ -181,20 +182,20 @@ def calendars(dates: Any) -> list[np.ndarray]:
     return clocks
 
 
-def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
+def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> tuple[np.ndarray, Any]:
     """Number of steps missing between neighbouring rows, from their distances in time.
 
     The smallest distance is one step, by the first clock of which the others are multiples; of
     times that jitter, the median. Calendars come first where steps are days or longer. Else there
     are no gaps; where less than half of the distances are one step, only by ``gaps="missing"`` or
-    ``"error"``.
+    ``"error"``. Returned are also the number of the clock, and the step.
     """
     if gaps not in (None, "missing", "ignore", "error"):
         raise ValueError(f"gaps must be 'missing', 'ignore' or 'error'; got {gaps!r}.")
     distance = clocks[0]
     none = np.zeros(len(distance), np.int64)
     if not len(distance):
-        return none
+        return none, None
     tries = [(clock, each.min(), 1e-3) for clock, each in enumerate(clocks)]
     if len(clocks) > 1 and clocks[1].min() >= 1:
         tries.reverse()
@@ -209,9 +210,9 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
         raise ValueError(f"{text} {distance.min():g}, nor of months. Give gaps='ignore'.")
     count = int((whole > 1).sum())
     if regular and (gaps == "missing" or not count):
-        return (whole - 1).astype(np.int64)
+        return (whole - 1).astype(np.int64), (clock, float(step))
     if gaps == "ignore" or (gaps is None and not (regular and np.median(whole) == 1)):
-        return none
+        return none, None
     size = f"{step:g}"
     if len(clocks) > 1:  # of dates
         unit = "months" if clock == 2 else "days"
@@ -223,7 +224,32 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
     if gaps == "error":
         raise ValueError(said)
     warn_caller(f"{said} They are taken as neighbours.")
-    return none
+    return none, None
+
+
+def times_of(table: Table, rows: Tensor, lengths: Tensor, num_ahead: int) -> Any:
+    """``pandas.Series`` of the times of all steps, and of ``num_ahead`` more of each sequence."""
+    if num_ahead and table.step is None:
+        text = f"num_ahead must be 0 where times {table.time!r} do not go on by one step"
+        raise ValueError(f"{text}; got {num_ahead}. Write the times to come yourself.")
+    parts = (np.append(own, [-1] * num_ahead) for own in rows.cpu().split(lengths.tolist()))
+    numbers = np.concatenate([*parts]).astype(int)
+    steps = np.arange(len(numbers))
+    last = np.maximum.accumulate(np.where(numbers < 0, 0, steps))  # step that has a row
+    dates, after = table.columns[table.time], numbers < 0
+    times = dates.iloc[numbers[last]].reset_index(drop=True)
+    (clock, size), pandas = table.step or (0, 0.0), imported("pandas")
+    step = pandas.Timedelta(size, "D").round("us") if dates.dtype.kind in "mM" else size
+    if clock == 2:
+        months, end = int(size), dates.dt.is_month_end.all()
+        step = pandas.offsets.MonthEnd(months) if end else pandas.DateOffset(months=months)
+    old = times[after].dt.tz_localize(None) if clock else times[after]
+    moved = [time + n * step for time, n in zip(old, (steps - last)[after].tolist())]
+    new = pandas.Series(moved, old.index, old.dtype)
+    if clock:
+        new = new.dt.tz_localize(times.dt.tz, np.full(len(new), True), nonexistent="shift_forward")
+    times[after] = new
+    return times
 
 
 def rows_of(

@@ -11,10 +11,12 @@ from pyro import distributions as dist
 from pyrohmm import (
     HMM,
     HSMM,
+    Sequences,
     TabularHMM,
     categorical,
     datasets,
     fit_em,
+    normal,
     plots,
     queries,
 )
@@ -324,6 +326,26 @@ def test_a_timeline_has_no_bar_where_there_is_no_step(axes):
     assert [len(bars.get_paths()) for bars in axes.collections] == [1, 2]
     with pytest.raises(ValueError, match="lengths must be given"):  # as of hmm.viterbi
         plots.timeline(padded.clamp(min=0))
+
+
+def test_steps_without_a_row_have_a_place_in_time(axes):
+    """Of the longer of two sequences, two steps of which have no row, and of a forecast."""
+    hours = pd.date_range("2026-03-29", periods=9, freq="h", tz="Europe/Berlin")
+    local = date2num(hours.tz_localize(None))
+    frame = pd.DataFrame({"who": "a", "time": hours[[0, 1, 4, 5]], "x": [0.0, 9.0, 1.0, 8.0]})
+    frame = pd.concat([frame, frame[:2].assign(who="b")])
+    data = Sequences.from_dataframe(frame, columns="x", by="who", time="time", gaps="missing")
+    fit = fit_em(TabularHMM(2, normal(0)), data, num_iterations=2)
+    one = data[:1]
+    plots.series(fit.hmm(one), one.values, x=one.time_index(), axes=axes)
+    drawn = np.concatenate([line.get_xdata(orig=False) for line in axes.lines[1:]])
+    assert sorted(drawn) == local[[0, 1, 4, 5]].tolist()
+    axes.clear()
+    plots.forecast(fit.forecast(one, 3), one.values, x=one.time_index(3), axes=axes)
+    assert axes.lines[-1].get_xdata(orig=False).tolist() == local[6:].tolist()
+    axes.clear()
+    with pytest.raises(ValueError, match=r"each of the 6 steps.*time_index\(\)"):
+        plots.state_probs(fit.predict_proba(one), x=frame["time"][:4])
 
 
 @pytest.mark.parametrize("kind", ["polars", "list", "datetimes", "index", "periods"])

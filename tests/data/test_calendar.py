@@ -66,6 +66,43 @@ def test_steps_that_are_skipped_are_found_on_every_clock(clock):
     assert (~filled.observed[0]).nonzero().flatten().tolist() == lost
 
 
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_times_are_filled_in_and_go_on_as_the_calendar_does(clock):
+    """Of 40 dates four are missing and three are to come; a second sequence is shorter."""
+    days = CLOCKS[clock]()
+    days = days.start_time if isinstance(days, pandas.PeriodIndex) else days
+    days, lost = pandas.Series(days), [5, 17, 18, 30]
+    days = pandas.to_datetime(days) if days.dtype == object else days
+    given = [CLOCKS[clock]()[i] for i in range(37) if i not in lost]
+    frame = pandas.DataFrame({"day": given + given[:9], "who": [0] * 33 + [1] * 9})
+    frame["x"] = np.arange(42.0)
+    data = Sequences.from_dataframe(frame, columns="x", by="who", time="day", gaps="missing")
+    whole = pandas.concat([days, days[:13]], ignore_index=True)
+    for part, wanted in ((data, whole), (data[1:], days[:13]), (data[:1], days)):
+        found = part.time_index(3)
+        assert found.name == "day"
+        assert found.dtype.kind == wanted.dtype.kind
+        if clock in ("jittered hours", "numbers"):
+            apart = (found - wanted).abs()
+            assert (apart < (pandas.Timedelta("13min") if clock != "numbers" else 1e-9)).all()
+        else:
+            assert found.tolist() == wanted.tolist()
+            assert getattr(found.dt, "tz", None) == getattr(wanted.dt, "tz", None)
+    assert data.time_index().tolist() == [
+        day for day, stays in zip(data.time_index(3), [*[True] * 37, *[False] * 3] + [True] * 10)
+        if stays
+    ]  # fmt: skip
+
+
+def test_times_that_do_not_go_on_by_one_step_are_not_made_up():
+    days = pandas.bdate_range("2021-03-01", periods=9)
+    data = read(days, "ignore")
+    assert data.time_index().tolist() == list(days)
+    with pytest.raises(ValueError, match=r"num_ahead must be 0 where times 'day' do not go on"):
+        data.time_index(1)
+    assert Sequences.from_list([[1.0]]).time_index() is None
+
+
 def test_irregular_dates_have_no_gaps():
     seconds = np.random.default_rng(0).exponential(1e5, 40).cumsum()
     days = pandas.Timestamp("2021-01-01") + pandas.to_timedelta(seconds, "s")
