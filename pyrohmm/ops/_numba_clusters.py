@@ -1,6 +1,6 @@
 """Compiled loops of Brown clustering.
 
-Tables are those of :class:`.brown_merges.Tables`; ``table`` lists f(n) = n log n, rounded to
+Tables are those of :class:`.brown_merges.Candidates`; ``table`` lists f(n) = n log n, rounded to
 ``steps`` in a nat; beyond it f is computed.
 """
 

@@ -7,7 +7,7 @@ are in it, so in nats times N.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -72,8 +72,18 @@ class Words:
         return np.bincount(keys, self.pairs, size * size).reshape(size, size).astype(np.int64)
 
 
-class Tables(NamedTuple):
-    """Counts of candidate clusters, and the mutual information lost by each pairwise merge.
+def _loops() -> Any:
+    """The compiled loops, without which clustering would take hours."""
+    try:
+        return imported("._numba_clusters", __package__)
+    except ImportError as error:
+        raise ImportError(
+            "Brown clusters need Numba. Install it with pip install 'pyrohmm[compiled]'."
+        ) from error
+
+
+class Candidates:
+    """Candidate clusters, and the mutual information lost by each pairwise merge.
 
     A cluster has a slot, of ``size``. ``counts[0][a, b]`` is how often b follows a, ``counts[1]``
     its transpose; way 0 looks at what follows, way 1 at what precedes.
@@ -86,54 +96,34 @@ class Tables(NamedTuple):
         rank: ``(size,)``, of a cluster's most frequent word; -1 where there is no cluster.
     """
 
-    counts: np.ndarray
-    marginals: np.ndarray
-    shared: np.ndarray
-    loss: np.ndarray
-    rank: np.ndarray
-
-
-def _loops() -> Any:
-    """The compiled loops, without which clustering would take hours."""
-    try:
-        return imported("._numba_clusters", __package__)
-    except ImportError as error:
-        raise ImportError(
-            "Brown clusters need Numba. Install it with pip install 'pyrohmm[compiled]'."
-        ) from error
-
-
-class Candidates:
-    """Candidate clusters, and the mutual information lost by each pairwise merge."""
-
     def __init__(self, size: int, terms: Terms) -> None:
-        self.tables = Tables(
-            np.zeros((2, size, size), np.int64), np.zeros((2, size), np.int64),
-            np.zeros((size, size)), np.full((size, size), np.inf), np.full(size, -1),
-        )  # fmt: skip
-        self.terms = terms
-        self._loops = _loops()
+        self.counts, self.marginals = (np.zeros((2, *n), np.int64) for n in ((size, size), (size,)))
+        self.shared, self.loss = np.zeros((size, size)), np.full((size, size), np.inf)
+        self.rank = np.full(size, -1)
+        self.terms, self._loops = terms, _loops()
 
     def enter(self, slot: int, beside: np.ndarray, rank: int) -> None:
         """Put a cluster into a slot; ``beside`` ``(2, size)`` is what follows and precedes."""
-        self.tables.rank[slot] = rank
+        self.rank[slot] = rank
         loops, terms = self._loops, self.terms
-        loops.call(loops.change_cluster, *self.tables, terms.table, terms.steps, slot, beside)
+        loops.call(
+            loops.change_cluster, self.counts, self.marginals, self.shared, self.loss, self.rank,
+            terms.table, terms.steps, slot, beside,
+        )  # fmt: skip
 
     def merge(self, keep: int, gone: int) -> None:
         """Merge a cluster into one of lower rank."""
-        tables = self.tables
-        beside = tables.counts[:, keep] + tables.counts[:, gone]
+        beside = self.counts[:, keep] + self.counts[:, gone]
         beside[:, keep] += beside[:, gone]
         beside[:, gone] = 0
-        tables.loss[gone] = tables.loss[:, gone] = np.inf
+        self.loss[gone] = self.loss[:, gone] = np.inf
         self.enter(gone, np.zeros_like(beside), -1)
-        self.enter(keep, beside, int(tables.rank[keep]))
+        self.enter(keep, beside, int(self.rank[keep]))
 
     def best(self) -> tuple[int, int]:
         """Pair of clusters with the least merge loss, that with the more frequent word first."""
         loops = self._loops
-        best: tuple[int, int] = loops.call(loops.best_merge, *self.tables[3:], self.terms.tie)
+        best: tuple[int, int] = loops.call(loops.best_merge, self.loss, self.rank, self.terms.tie)
         return best
 
 
