@@ -132,10 +132,8 @@ class Filter:
                 initial = chain.log_initial.detach()
                 initial = initial.to(torch.promote_types(initial.dtype, self._tables.dtype))
                 even = hmm.log_initial.new_zeros(hmm.num_states, hmm.num_states).log_softmax(-1)
-                self._reader = HMM.of(  # of any number of steps
-                    MarkovChain(even[0], even), hmm.emission, lengths,
-                    validate_args=hmm._validate_args, emission_per_step=hmm.emission_per_step,
-                )  # fmt: skip
+                reader = hmm.with_chain(MarkovChain(even[0], even))  # of any number of steps
+                self._reader = reader.with_lengths(lengths)
             log_states = initial.expand(*self.batch_shape, initial.size(-1)).clone()
         evidence = log_states.new_zeros(self.batch_shape, dtype=torch.float64)
         self._message = Message(log_states, evidence)
