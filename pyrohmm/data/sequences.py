@@ -432,7 +432,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         """
         if not 0 < share < 1:
             raise ValueError(f"share must be between 0 and 1; got {share}. For 80 % give 0.8.")
-        first = round(share * len(self))
+        first = min(max(round(share * len(self)), 1), len(self) - 1)
         order = torch.randperm(len(self), generator=generator)
         return self[order[:first].sort().values], self[order[first:].sort().values]
 

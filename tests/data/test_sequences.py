@@ -150,7 +150,10 @@ def test_a_cut_leaves_the_first_steps_of_each_sequence(num_steps):
         assert cut.labels[n, :length].equal(sequence.labels[0, :length])
 
 
-@pytest.mark.parametrize(("share", "sizes"), [(0.5, (4, 4)), (0.3, (2, 6)), (0.9, (7, 1))])
+@pytest.mark.parametrize(
+    ("share", "sizes"),
+    [(0.5, (4, 4)), (0.3, (2, 6)), (0.9, (7, 1)), (0.99, (7, 1)), (0.01, (1, 7))],
+)
 def test_a_split_puts_each_sequence_into_one_of_two_parts(share, sizes):
     data = make(8, total=50)
     found = []
