@@ -101,10 +101,7 @@ for name, share, a, b in zip(names, hmm.stationary(), low, high):
     print(f"{name:>15}: {share:5.1%} of the time, {a:.1%} to {b:.1%}")
 
 one = data[:1]  # the first household of the file
-house = frame["house"].iloc[0]
-step = pd.Timedelta(1, "h")
-of_house = frame.loc[frame["house"] == house, "time"]
-times = pd.Series(pd.date_range(of_house.min(), periods=one.num_steps, freq="h"), name="time")
+house, times = one.keys[0], one.time_index()  # hours that have no row are among the times
 
 figure, axes = plt.subplots(2, figsize=(10, 5), layout="constrained", sharex=True)
 plots.series(fit.hmm(one), one.values, names, x=times, axes=axes[0])
@@ -121,7 +118,7 @@ plt.show()
 #
 # The answers of a fit are in the order of the sequences, and `to_dataframe` puts them into the rows
 # of the file, whatever their order is there, with its index: here shuffled rows of several
-# households.
+# households. A table of polars comes back in polars.
 
 # %%
 rows = data.to_dataframe(states=fit.predict(data), probs=fit.predict_proba(data))
@@ -150,7 +147,7 @@ low, high = ahead.interval(0.9)
 print(f"in an hour {ahead.mean[0, 0]:.2f} kWh, 90 %: {low[0, 0]:.2f} to {high[0, 0]:.2f}")
 
 past = 48
-x = pd.Series(pd.date_range(times.iloc[-past], periods=past + 24, freq="h"), name="time")
+x = one.time_index(24).iloc[-past - 24 :]
 figure, axis = plt.subplots(figsize=(10, 2.6), layout="constrained")
 recent = one.values[0, -past:].masked_fill(~one.observed[0, -past:], torch.nan)
 plots.forecast(ahead, recent, x=x, axes=axis)
