@@ -207,11 +207,10 @@ class Training(FitLoop):
                     values, _ = samples_of(self.guide, list(self.objective.supports), 3, data)
                 arranged(self.model, values, 3, data)
             except Exception as error:  # the steps will say what else is wrong
-                if SIDE_BY_SIDE not in str(error):
-                    return []
-                note = f"{error} The fit goes on; check_model, to_arviz and draws will refuse it"
-                warn_caller(note)
-                return [note]
+                if SIDE_BY_SIDE in str(error):
+                    note = f"{error} The fit goes on; check_model, to_arviz, draws will refuse it"
+                    warn_caller(note)
+                    return [note]
         return []
 
     def values(self) -> dict[str, Tensor]:
