@@ -137,20 +137,19 @@ plt.show()
 # %% [markdown]
 # ## The next day
 #
-# A forecast is a distribution for each hour to come. A Markov chain forgets soon: after some hours
-# the forecast is that of any hour. For a daily rhythm let the transitions depend on the hour, by
-# `RegressionHMM` and `formulas`.
+# A forecast is a distribution for each hour to come; `to_dataframe` writes it as a table, in local
+# time. A Markov chain forgets soon: after some hours the forecast is that of any hour. For a daily
+# rhythm let the transitions depend on the hour, by `RegressionHMM` and `formulas`.
 
 # %%
-ahead = fit.forecast(one, 24)
-low, high = ahead.interval(0.9)
-print(f"in an hour {ahead.mean[0, 0]:.2f} kWh, 90 %: {low[0, 0]:.2f} to {high[0, 0]:.2f}")
+ahead = fit.forecast(data, 24).to_dataframe(data, level=0.9)
+print(ahead.groupby("house", sort=False).head(2))
 
 past = 48
-x = one.time_index(24).iloc[-past - 24 :]
 figure, axis = plt.subplots(figsize=(10, 2.6), layout="constrained")
 recent = one.values[0, -past:].masked_fill(~one.observed[0, -past:], torch.nan)
-plots.forecast(ahead, recent, x=x, axes=axis)
+hours = one.time_index(24).iloc[-past - 24 :]
+plots.forecast(fit.forecast(one, 24), recent, x=hours, axes=axis)
 axis.set(ylabel=f"{house}, kWh in an hour")
 plt.show()
 

@@ -272,6 +272,30 @@ def rows_of(
     return beside(keys, own, {name: column[order].numpy() for name, column in found.items()})
 
 
+def rows_ahead(data: Any, columns: dict[str, Any], num_steps: int, times: Tensor | None) -> Any:
+    """Table of ``columns`` of the steps to come, with keys and with ``times`` if they are given."""
+    pandas, table = imported("pandas"), data.table
+    sequence, number = np.indices((len(data), num_steps)).reshape(2, -1)
+    name, when = "step", data.lengths.numpy()[sequence] + number
+    if times is not None:
+        name, when = "time", times.cpu().expand(len(data), num_steps).reshape(-1).numpy()
+    if table is None:
+        return pandas.DataFrame({"sequence": sequence, name: when} | columns)
+    if times is not None and (dates := table.columns[table.time]).dtype.kind == "M":
+        when = pandas.to_datetime(when, unit="D", utc=True).round("ms").tz_convert(dates.dt.tz)
+    elif times is None and table.step is not None:
+        ends = (data.lengths + num_steps).cumsum(0).numpy()[sequence] - num_steps + number
+        when = data.time_index(num_steps).iloc[ends].array
+    name = name if table.step is None and times is None else table.time
+    rows = data.packed("rows").cpu()[data.firsts].numpy()[sequence]
+    if hasattr(table.keys, "iloc"):
+        keys = table.columns[table.by]
+        return beside(keys, rows, {name: when} | columns).reset_index(drop=True)
+    if name == table.time and (kind := table.keys[name].dtype).is_temporal():
+        when = imported("polars").Series(when.tolist()).cast(kind)
+    return beside(table.keys.select(table.by), rows, {name: when} | columns)
+
+
 def beside(keys: Any, rows: np.ndarray, columns: dict[str, Any]) -> Any:
     """Some rows of a table of pandas or polars, with columns beside them."""
     if twice := [name for name in columns if name in keys]:

@@ -274,7 +274,7 @@ class ContinuousTimeHMM(HMM):
         now = self.state_probs_ahead(values, 0).unsqueeze(-2)
         hmm = beside(now, self)
         matrices = over_gaps(hmm.rates, Gaps.of(gaps)).exp()
-        return Forecast((now @ matrices.to(now.dtype)).squeeze(-2), hmm.emission)
+        return Forecast((now @ matrices.to(now.dtype)).squeeze(-2), hmm.emission, times)
 
     def gaps_after(self, times: Tensor) -> Tensor:
         """Time ``(*B, H)`` from the last step of each sequence to ``times`` ``(*B, H)``.

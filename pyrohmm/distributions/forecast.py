@@ -20,10 +20,12 @@ from .._checks import (
     check_broadcast,
     check_probs,
     check_real,
+    check_shape,
     check_trailing,
     sample_size,
 )
 from .._choices import CACHED
+from ..data.tables import rows_ahead
 from ..ops.markov import CategoricalTable, sample_chain
 from .autoregressive import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
 from .hard_zeros import REACH, bounds, cdf_of_counts, first_reaching, log_probs, without_events
@@ -257,6 +259,7 @@ class Forecast(OwnChecks):
     Args:
         state_probs: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
         emission: Distribution of an observation, batched over the K states.
+        times: ``(H,)`` or ``(*B, H)``, of continuous time.
 
     Example:
         >>> forecast = Forecast(torch.tensor([[0.5, 0.5]]), Normal(torch.tensor([-2.0, 2.0]), 1.0))
@@ -267,9 +270,10 @@ class Forecast(OwnChecks):
         True
     """
 
-    def __init__(self, state_probs: Tensor, emission: TorchDistribution) -> None:
-        self.state_probs = state_probs
-        self.emission = emission
+    def __init__(
+        self, state_probs: Tensor, emission: TorchDistribution, times: Tensor | None = None
+    ) -> None:
+        self.state_probs, self.emission, self.times = state_probs, emission, times
         super().__init__(state_probs.shape[:-1], emission.event_shape, validate_args=False)
 
     def __repr__(self) -> str:
@@ -360,6 +364,44 @@ class Forecast(OwnChecks):
         check_probs("level", [level])
         low, high = self.quantiles([(1 - level) / 2, (1 + level) / 2])
         return low, high
+
+    def to_dataframe(self, data: Any, level: float = 0.9) -> Any:
+        """Table with a row for each step ahead: its sequence, its time, and what is predicted.
+
+        Args:
+            data: The sequences that were forecast: of ``fit.forecast(data, H)``.
+            level: Probability of the interval.
+
+        Returns:
+            A table as of :meth:`Sequences.to_dataframe`: the columns ``by`` and ``time``, or "step"
+            where times do not go on by one step. Of symbols their probabilities, "p0", "p1", ...;
+            else "mean", "lower" and "upper", of vectors "mean0", "mean1", ...
+
+        Raises:
+            ValueError: If ``data`` are not N sequences, the batch shape being ``(N, H)``.
+
+        Example:
+            >>> table = {"who": ["b", "b", "a"], "day": [1, 2, 1], "x": [0, 0, 1]}
+            >>> data = Sequences.from_dataframe(table, by="who", columns="x", time="day")
+            >>> dice = Categorical(torch.tensor([[0.25, 0.75]]))
+            >>> Forecast(torch.ones(2, 1, 1), dice).to_dataframe(data)
+              who  day    p0    p1
+            0   b    3  0.25  0.75
+            1   a    2  0.25  0.75
+        """
+        size = self.state_probs.size(-2)
+        check_shape("forecast", self.state_probs, (len(data), size, self.state_probs.size(-1)),
+                    "(N, H, K)", "Give the data that were forecast.")  # fmt: skip
+        if is_categorical(self.emission) or isinstance(self.emission, AutoregressiveCategorical):
+            parts = {"p": self.probs}
+        else:
+            parts = dict(zip(("mean", "lower", "upper"), (self.mean, *self.interval(level))))
+        columns: dict[str, Any] = {}
+        for name, part in parts.items():
+            flat = part.detach().cpu().reshape(len(data) * size, -1).numpy()
+            single = not (self.event_shape or name == "p")
+            columns |= {f"{name}{'' if single else d}": x for d, x in enumerate(flat.T)}
+        return rows_ahead(data, columns, size, self.times)
 
     def _moment(self, name: str) -> Tensor:
         """Moment ``name`` of the emission, in the dtype of the state probabilities."""

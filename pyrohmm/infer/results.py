@@ -276,7 +276,8 @@ class Fit:
                 they are. Of continuous time, which needs them, and has no ``num_steps``.
 
         Returns:
-            A distribution of batch shape ``(N, H)``, with ``mean``, ``interval(0.9)``, ``sample``.
+            A distribution of batch shape ``(N, H)``, with ``mean``, ``interval(0.9)``, ``sample``;
+            its ``to_dataframe(data)`` is a table with keys and times.
 
         Raises:
             ValueError: If times are not given in continuous time, or given elsewhere.

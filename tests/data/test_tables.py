@@ -8,7 +8,7 @@ import pytest
 import torch
 from polars.testing import assert_frame_equal
 
-from pyrohmm import Sequences, TabularHMM, categorical, fit_em
+from pyrohmm import Sequences, TabularContinuousTimeHMM, TabularHMM, categorical, fit_em, normal
 from pyrohmm.data import Vocabulary
 
 SKIPS = {"who": [*"bbbbaa"], "day": [5, 1, 2, 6, 1, 2], "x": [50, 10, 20, 60, 1, 2]}
@@ -184,6 +184,63 @@ def test_a_key_that_is_called_as_an_answer_is_not_overwritten():
         with pytest.raises(ValueError, match="by and time must not name a column 'state'"):
             data.to_dataframe(states=[0, 1])
         assert data.to_dataframe(probs=[[1.0], [1.0]])["state"].to_list() == ["Ohio", "Iowa"]
+
+
+@pytest.mark.parametrize("make", [lambda frame: frame, in_polars])
+def test_a_forecast_is_a_table_of_the_times_to_come(make):
+    frame = make(readings())
+    options = {"by": "site", "time": "time", "gaps": "missing"}
+    data = Sequences.from_dataframe(frame, columns="x", **options)
+    ahead = fit_em(TabularHMM(2, normal(0)), data, num_iterations=2).forecast(data, 3)
+    found = ahead.to_dataframe(data, level=0.5)
+    assert list(found.columns) == ["site", "time", "mean", "lower", "upper"]
+    assert type(found) is type(frame)
+    assert found["site"].to_list() == [*"aaabbb"]
+    ends = {site: part["time"].max() for site, part in readings().groupby("site", observed=True)}
+    times = [ends[site] + pandas.Timedelta(h, "h") for site in "ab" for h in (1, 2, 3)]
+    assert found["time"].to_list() == times
+    assert found["time"].dtype == frame["time"].dtype
+    low, high = ahead.interval(0.5)
+    for name, part in {"mean": ahead.mean, "lower": low, "upper": high}.items():
+        assert found[name].to_list() == part.flatten().tolist()
+    with pytest.raises(ValueError, match="forecast must have shape"):
+        ahead.to_dataframe(data[:1])
+    both = Sequences.from_dataframe(frame, columns=["x", "x"], **options)
+    ahead = fit_em(TabularHMM(1, normal(2)), both, num_iterations=2).forecast(both, 1)
+    found = ahead.to_dataframe(both)
+    assert found["mean1"].to_list() == ahead.mean[:, 0, 1].tolist()
+
+
+def test_a_forecast_of_symbols_has_their_probabilities_and_steps_where_there_is_no_time():
+    table = {"who": [*"bba"], "word": ["yes", "no", "no"]}
+    words = Vocabulary(["no", "yes", "so"])
+    data = Sequences.from_dataframe(table, columns="word", by="who", vocabulary=words)
+    lists = Sequences.from_list([[1, 0], [0]])
+    for given, key, keys in ((data, "who", [*"bbaa"]), (lists, "sequence", [0, 0, 1, 1])):
+        ahead = fit_em(TabularHMM(2, categorical(3)), given, num_iterations=2).forecast(given, 2)
+        found = ahead.to_dataframe(given)
+        assert list(found) == [key, "step", "p0", "p1", "p2"]
+        assert found[key].tolist() == keys
+        assert found["step"].tolist() == [2, 3, 1, 2]
+        probs = torch.as_tensor(found[["p0", "p1", "p2"]].to_numpy())
+        assert torch.equal(probs, ahead.probs.flatten(0, 1))
+
+
+@pytest.mark.parametrize("make", [pandas.DataFrame, polars.DataFrame])
+@pytest.mark.parametrize("dates", [False, True])
+def test_a_forecast_in_continuous_time_has_the_times_it_was_asked_for(make, dates):
+    """Also where those of the data are regular, and other ones would follow."""
+    years = [pandas.Timestamp(2020 + n, 1, 1) for n in (0, 1, 0, 1)] if dates else [0, 1, 0, 1]
+    data = Sequences.from_dataframe(make({"who": [*"bbaa"], "at": years, "x": [0, 1, 0, 1]}),
+                                    columns="x", by="who", time="at")  # fmt: skip
+    fit = fit_em(TabularContinuousTimeHMM(2, categorical(2)), data, num_iterations=2)
+    times = [pandas.Timestamp("2022-02-03 04:05"), pandas.Timestamp(2024, 1, 1)]
+    times = times if dates else [1.5, 7.0]
+    ahead = fit.forecast(data, times=times)
+    assert ahead.to_dataframe(data)["at"].to_list() == times * 2
+    lists = Sequences(data.values, times=data.times)
+    found = fit.forecast(lists, times=data.times.amax() + torch.tensor([[1.0], [2.0]]))
+    assert found.to_dataframe(lists)["time"].tolist() == [data.times.amax() + n for n in (1, 2)]
 
 
 def test_labels_of_lists_may_be_names():
