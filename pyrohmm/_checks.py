@@ -89,7 +89,7 @@ class CheckedCalls:
             cls.__init__ = names_checked(cls.__init__)  # type: ignore[method-assign]
 
 
-class OwnChecks(CheckedCalls, TorchDistribution):
+class OwnChecks(TorchDistribution):
     """Distribution that validates its arguments itself: torch has no constraints for them."""
 
     arg_constraints: dict[str, Constraint] = {}  # noqa: RUF012  # torch's interface

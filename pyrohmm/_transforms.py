@@ -52,6 +52,8 @@ def opaque(function: Function) -> Function:
         for part in given:
             if type(part) is ProvenanceTensor:
                 tracked |= part._provenance
+        if not tracked:
+            return function(*args, **kwargs)
         return with_provenance(tracked, function, *args, **kwargs)
 
     return cast(Function, uncompiled(call))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, constraints
 
 from .._checks import (
+    CheckedCalls,
     OwnChecks,
     broadcast_shapes,
     check_broadcast,
@@ -33,7 +34,7 @@ from .hard_zeros import log_probs
 from .observation import is_categorical, log_prob_per_state, marginal_log_prob, permuted
 
 
-class Autoregressive(OwnChecks):
+class Autoregressive(CheckedCalls, OwnChecks):
     r"""Emission whose distribution depends on the last L observations: :math:`p(x_t | z_t, c_t)`.
 
     The context :math:`c_t = (x_{t-L}, ..., x_{t-1})` is of the same sequence. Observations 1 to L,

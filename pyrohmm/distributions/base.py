@@ -14,6 +14,7 @@ from torch.distributions import Distribution, constraints
 
 from .._arrays import from_numpy
 from .._checks import (
+    CheckedCalls,
     OwnChecks,
     PyroValidation,
     check_booleans,
@@ -57,7 +58,7 @@ class SequenceOptions(TypedDict, total=False):
 CHECKED: ContextVar[dict[str, Any] | None] = ContextVar("pyrohmm_checked", default=None)
 
 
-class ChainDistribution(OwnChecks):
+class ChainDistribution(CheckedCalls, OwnChecks):
     """The part of an :class:`HMM` that joins a chain, an emission, masks and data."""
 
     _validate_args = PyroValidation()

@@ -27,7 +27,14 @@ from torch.distributions import (
     constraints,
 )
 
-from .._checks import OwnChecks, broadcast_shapes, check_broadcast, check_integers, check_range
+from .._checks import (
+    CheckedCalls,
+    OwnChecks,
+    broadcast_shapes,
+    check_broadcast,
+    check_integers,
+    check_range,
+)
 from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import logsumexp
@@ -43,7 +50,7 @@ from .linear_emissions import linear_log_prob
 from .modified import Censored, Truncated, ZeroInflated
 
 
-class Streams(OwnChecks):
+class Streams(CheckedCalls, OwnChecks):
     """Several observations at once, independent given the state, joined in one vector.
 
     A part that emits scalars or symbols takes one component, one that emits vectors of D takes D.
@@ -128,7 +135,7 @@ class _StreamsSupport(constraints.Constraint):
         return inside_support(self.joined, value)
 
 
-class Tied(OwnChecks):
+class Tied(CheckedCalls, OwnChecks):
     """States that share emissions: state k emits as entry ``index[k]`` of ``base`` does.
 
     Args:

@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import AffineTransform, ComposeTransform, Transform
 
-from .._checks import OwnChecks, PyroValidation, check_floats, check_number, check_trailing
+from .._checks import (
+    CheckedCalls,
+    OwnChecks,
+    PyroValidation,
+    check_floats,
+    check_number,
+    check_trailing,
+)
 from .._sync import exceeds
 
 ENOUGH = 2.0  # degrees beyond the dimension, to propose from an inverse Wishart distribution
@@ -134,8 +141,14 @@ class FlatVariance(OwnChecks):
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Sample by rejection from an exponential distribution of the large scale."""
-        ends = self.lower.unsqueeze(-1), self.upper.unsqueeze(-1)
-        return FlatCovariance(*ends).sample(sample_shape)[..., 0, 0]
+        shape = torch.Size(sample_shape) + self.batch_shape
+        value, waits = torch.zeros(shape).to(self.upper), True
+        while waits:
+            new = -self.upper * torch.rand_like(value).log()
+            accepted = (-self.lower / new).exp() > torch.rand_like(value)
+            value = torch.where((value == 0) & accepted, new, value)
+            waits = bool((value == 0).any())
+        return value
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)``."""
@@ -174,7 +187,7 @@ def _measured(space: constraints.Constraint, origin: Tensor, unit: Tensor) -> Re
 # Covariances -------------------------------------------------------------------------------------
 
 
-class InverseWishart(OwnChecks):
+class InverseWishart(CheckedCalls, OwnChecks):
     r"""Inverse Wishart distribution of a covariance matrix.
 
     .. math:: p(\Sigma) \propto |\Sigma|^{-(\nu + D + 1)/2}
