@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from datetime import date
 from typing import Any
@@ -19,13 +20,13 @@ _WIDER = {  # dtypes that torch, or the recursions, hardly compute with
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
 }
+NUMBER = re.compile(r"\s*[-+]?[\d.,]+(e[-+]?\d+)?\s*", re.IGNORECASE)
 CODES = (
     "Take codes: column.map({'rest': 0, 'walk': 1}), in which NaN is unknown; or give a Vocabulary "
     "where one may."
 )
 _NOT_NUMBERS = {
-    "M": "dates", "m": "durations", "U": "text", "T": "text", "S": "bytes", "V": "records",
-    "c": "complex ones",
+    "M": "dates", "m": "durations", "S": "bytes", "V": "records", "c": "complex ones"
 }  # fmt: skip
 
 
@@ -132,9 +133,10 @@ def _from_numpy(name: str, array: np.ndarray) -> Tensor:
         array = array.filled(np.nan) if kind == "f" else array.data
     if kind == "O":
         array = _from_objects(name, array)
+    elif kind in "UT":
+        raise _text(name, array)
     elif kind in _NOT_NUMBERS:
-        cure = f" {CODES}" if kind in "UT" else ""
-        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS[kind]}.{cure}")
+        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS[kind]}.")
     elif kind == "f" and array.itemsize > 8:
         array = array.astype(np.float64)  # long double
     if not array.dtype.isnative:
@@ -145,12 +147,19 @@ def _from_numpy(name: str, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)  # read-only memory is not written to
 
 
+def _text(name: str, array: np.ndarray) -> TypeError:
+    """Error for text among numbers, which is numbers itself, or stands for codes."""
+    numbers = any(NUMBER.fullmatch(str(item)) for item in array.flat)
+    cure = "Convert it: pd.to_numeric(column)." if numbers else CODES
+    return TypeError(f"{name} must be numbers; got text. {cure}")
+
+
 def _from_objects(name: str, array: np.ndarray) -> np.ndarray:
     """Convert an array of Python numbers, with NaN for missing ones."""
     missing = is_missing(array)
     known = array[~missing]
     if any(isinstance(item, str | bytes) for item in known):
-        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS['U']}. {CODES}")
+        raise _text(name, known)
     if len(known) == array.size and all(isinstance(item, int | np.integer) for item in known):
         return array.astype(np.int64)
     try:

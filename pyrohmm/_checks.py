@@ -364,6 +364,13 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number; got {type(value).__name__}. Call float() on it.")
 
 
+def check_share(name: str, value: Any) -> None:
+    """Raise unless ``value`` is one number between 0 and 1."""
+    check_number(name, value)
+    if not 0 < value < 1:
+        raise ValueError(f"{name} must be between 0 and 1; got {value}. For 90 % give 0.9.")
+
+
 def check_positive_number(name: str, value: object, cure: str = "") -> None:
     """Raise unless ``value`` is one positive, finite number."""
     check_number(name, value)

@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pandas
+import polars
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -77,6 +78,8 @@ VECTORS = torch.linspace(-1.0, 1.0, 12).reshape(2, 3, 2)
 
 
 SHAPES = {"module.initial": (3,), "module.transition": (3, 3), "module.emission.probs": (3, 3)}
+WHO = pandas.DataFrame({"who": ["a", "b"], "x": [1.0, 2.0]})
+MISSING = torch.tensor([[0.5, 1.5, -999.0, 0.7, -999.0, 0.2]] * 2).double()
 COUNTS = Sequences.from_list([[1.0, 4.0, 2.0]])
 STORED = StoredSequences(np.array([0, 1, 2]), [2, 1])
 POISSONS = dist.Poisson(torch.ones(2))
@@ -264,6 +267,26 @@ def test_queries(mistake, error, words):
       for kind, many in {"dict": {"a": [1, 2]}, "DataFrame": pandas.DataFrame({"x": [1]})}.items()],
     ("a column for a table", lambda: Sequences.from_dataframe(pandas.Series([1]), columns="x"),
      TypeError, "frame must be a table; got the Series"),
+    ("names of tags", lambda: Sequences.from_dataframe({"x": [1.0], "s": ["hi"]}, columns="x",
+                                                       labels="s", tags=["hi"]), TypeError,
+     "tags must be a Vocabulary; got list"),
+    *[("numbers as text", lambda kind=kind: Sequences.from_dataframe(
+        {"x": np.array(["1.5", "-2e3"], kind)}, columns="x"), TypeError,
+       r"columns 'x' must be numbers; got text. Convert it: pd.to_numeric\(column\)")
+      for kind in ("U", "O")],
+    ("text of names", lambda: Sequences.from_list([["rest", "walk"]]), TypeError,
+     "got text. Take codes: column.map"),
+    ("groups of a table", lambda: Sequences.from_list([WHO, WHO]), TypeError,
+     r"sequence 0 is a table whose columns \['who', 'x'\] are not numbers. Call .*by="),
+    ("a column twice", lambda: Sequences.from_dataframe(WHO[["x", "x"]], columns="x"), ValueError,
+     r"columns must name one column of frame; 'x' occurs twice in \['x', 'x'\]"),
+    ("a group twice", lambda: Sequences.from_dataframe(WHO[["x", "who", "who"]], by="who",
+                                                       columns="x"), ValueError,
+     "by must name one column of frame; 'who' occurs twice"),
+    ("a lazy table", lambda: Sequences.from_dataframe(polars.LazyFrame({"x": [1.0]}), columns="x"),
+     TypeError, r"frame must be a table; got LazyFrame. Call .collect\(\)"),
+    ("codes of what is missing", lambda: fit_em(TabularHMM(2, normal(0)), data(MISSING, None)),
+     UserWarning, "values of -999 are far from all others: if they are missing, give NaN"),
     ("a mask for lengths", lambda: data(lengths=BOOLEANS), TypeError,
      r"lengths must hold integers; .*\.sum\(-1\) on a mask"),
     ("a file for a text", lambda: read_characters(__file__), ValueError,
@@ -339,7 +362,7 @@ def test_data(mistake, error, words):
     ("times of steps", lambda: fit_em(module(), data()).forecast(data(), times=[1.0]), ValueError,
      "forecasts of HMM need num_steps="),
     ("limits of a part", lambda: fit_em(module(), data()).intervals(data(), of="transition"),
-     ValueError, r"Of a matrix give of=lambda hmm: hmm.log_transition.exp\(\)"),
+     ValueError, r"of must be a function, such as lambda hmm: hmm.log_transition.exp\(\)"),
     ("a path by lengths", lambda: fit_em(module(), data()).predict(X, [3, 2]), TypeError,
      "data must be Sequences; got Tensor"),
     ("an algorithm", lambda: fit_em(module(), data()).predict(data(), "MAP"), ValueError,
@@ -518,6 +541,10 @@ def test_modules_and_fits(mistake, error, words):
      ValueError, "longitude must be degrees .*got lat. The longitude comes first"),
     ("columns of no frame", lambda: movement("lon", "latitude"), ValueError,
      "Of names give frame="),
+    ("a level in percent", lambda: fit_em(module(), data()).forecast(data(), 1).interval(90),
+     ValueError, "level must be between 0 and 1; got 90. For 90 % give 0.9"),
+    ("limits of one name", lambda: fit_em(module(), data()).intervals(data(), of="module.initial"),
+     ValueError, r"of must be a fun.*got 'module.initial'. Of a whole .*\(data\)\[name\]"),
     ("a share in percent", lambda: data().split(80), ValueError,
      "share must be between 0 and 1; got 80"),
     *[("a distribution by name", lambda make=make: make("poisson"), TypeError,
@@ -545,6 +572,8 @@ def test_modules_and_fits(mistake, error, words):
      r"no attribute 'pvalues'\.$"),
     ("a negative variance", lambda: variances_of(-1.0), ValueError,
      "covars_ must be positive and finite; got -1"),
+    ("variances of a matrix", lambda: variances_of(np.ones((1, 2)), "spherical"), ValueError,
+     r"covars_ must have shape of type 'spherical' = \(1,\); got shape \(1, 2\)"),
     ("pairs of lists", lambda: fit_cooccurrence(module(), [[0, 1]]), ValueError,
      r"got list. .* of lists Sequences.from_list\(lists\)"),
 ])  # fmt: skip
@@ -553,11 +582,11 @@ def test_calls(mistake, error, words):
         mistake()
 
 
-def variances_of(number):
+def variances_of(number, kind="diag"):
     """An estimator with a variance that its user sets."""
     rows = np.linspace(-1.0, 1.0, 6)[:, None]
-    estimator = GaussianHMM(1).fit(rows)
-    estimator.covars_ = np.full((1, 1), number)
+    estimator = GaussianHMM(1, kind).fit(rows)
+    estimator.covars_ = np.atleast_2d(number)
     return estimator.predict(rows)
 
 
@@ -602,10 +631,12 @@ def test_what_is_right_is_not_doubted():
     """Unwrapped angles, a symbol for unknown words, a scale by hand, arguments of any name."""
     turning = data(torch.linspace(0.0, 80.0, 40).view(1, -1), None)
     words = Sequences.from_list([[1, 2, 3] * 20])
+    spread = data(torch.tensor([[999.0, 999.0, *range(900)]]), None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit_em(TabularHMM(1, von_mises(0)), turning, num_iterations=2)
         fit_em(TabularHMM(1, categorical(4)), words, num_iterations=2)
+        fit_em(TabularHMM(1, normal(0)), spread, num_iterations=2)
         fit_map(scaled_by_hand, data(VECTORS[..., 0]), batch_size=1, num_iterations=1)
 
     class Any(TabularHMM):

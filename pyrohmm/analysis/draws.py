@@ -484,7 +484,8 @@ class PosteriorDraws:
         before, after = (one.log_prior(data) for one in both)
         if not torch.allclose(before, after, rtol=1e-4, atol=1e-3):
             text = "priors must be alike for all states, to permute them; their log-density changes"
-            raise ValueError(f"{text}. Compare samples as they are: the order has a meaning.")
+            cure = "Chains that disagree are in different modes: give start=, or a longer warmup."
+            raise ValueError(f"{text}. The order has a meaning. {cure}")
 
 
 def _of_new(

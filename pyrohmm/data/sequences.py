@@ -22,6 +22,7 @@ from .._checks import (
     check_integers,
     check_lengths,
     check_shape,
+    check_share,
     check_size,
     names_checked,
     warn_caller,
@@ -430,8 +431,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             >>> len(train), len(test)
             (3, 1)
         """
-        if not 0 < share < 1:
-            raise ValueError(f"share must be between 0 and 1; got {share}. For 80 % give 0.8.")
+        check_share("share", share)
         first = min(max(round(share * len(self)), 1), len(self) - 1)
         order = torch.randperm(len(self), generator=generator)
         return self[order[:first].sort().values], self[order[first:].sort().values]

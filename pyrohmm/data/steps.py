@@ -103,7 +103,8 @@ def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tenso
         ValueError: If a symbol is not listed.
     """
     cure = "Give Vocabulary(symbols), or Vocabulary.from_counts(words)."
-    check_kind("vocabulary", vocabulary, Vocabulary, "a Vocabulary", cure)
+    argument = "tags" if name.startswith("labels") else "vocabulary"
+    check_kind(argument, vocabulary, Vocabulary, "a Vocabulary", cure)
     array = np.asarray(symbols, object) if isinstance(symbols, list) else to_numpy(symbols)
     if isinstance(symbols, str):
         array = np.array(list(symbols), object)
@@ -225,6 +226,10 @@ def joined_steps(
     """Concatenate single sequences: steps ``(M, *E)``, lengths, and mask of those not missing."""
     parts = []
     for n, item in enumerate(sequences):
+        if hasattr(item, "columns") and (table := to_numpy(item)).dtype.kind == "O":
+            if any(isinstance(entry, str | date) for entry in table.flat):
+                text = f"sequence {n} is a table whose columns {list(item.columns)} are not numbers"
+                raise TypeError(f"{text}. Call Sequences.from_dataframe(frame, columns=, by=).")
         parts.append(read_steps(f"sequence {n}", item, vocabulary))
         check_order(item, torch.tensor([len(parts[-1][1])]))
     if not parts:

@@ -53,6 +53,8 @@ def column(argument: str, frame: Any, name: str) -> Any:
     Raises:
         ValueError: If there is none of that name.
     """
+    if hasattr(frame, "collect"):
+        raise TypeError(f"frame must be a table; got {type(frame).__name__}. Call .collect().")
     levels = getattr(getattr(frame, "index", None), "names", ())
     names: Any = frame if isinstance(frame, Mapping) else getattr(frame, "column_names", None)
     names = getattr(frame, "columns", None) if names is None else names
@@ -65,6 +67,9 @@ def column(argument: str, frame: Any, name: str) -> Any:
         text = f"{argument} must name columns of frame, {list(names)}; got {name!r}."
         cure = "Of a design give from_dataframe(design.table(frame), covariates=design.names)."
         raise ValueError(f"{text} {cure if argument == 'covariates' else ''}".rstrip())
+    if list(names).count(name) > 1:
+        text = f"{argument} must name one column of frame; {name!r} occurs twice in {list(names)}"
+        raise ValueError(f"{text}. Rename one, or drop it.")
     return frame[name]
 
 

@@ -21,6 +21,7 @@ from .._checks import (
     check_probs,
     check_real,
     check_shape,
+    check_share,
     check_trailing,
     sample_size,
 )
@@ -361,7 +362,7 @@ class Forecast(OwnChecks):
         Args:
             level: Between 0 and 1.
         """
-        check_probs("level", [level])
+        check_share("level", level)
         low, high = self.quantiles([(1 - level) / 2, (1 + level) / 2])
         return low, high
 

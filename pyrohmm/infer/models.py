@@ -47,6 +47,7 @@ LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
 
 TURN = 7.0  # radians, more than all of a circle
+CODES_OF_MISSING = {sign * (10.0**digits - 1) for sign in (-1, 1) for digits in range(2, 7)}
 SOME = 10_000  # rows of numbers that are looked at for it
 # the module that built an HMM for data, and what the checks of that have found
 _checked: WeakKeyDictionary[Sequences, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
@@ -452,8 +453,9 @@ def remarks(data: Data, module: Any) -> list[str]:
     """Remarks on data that may not be as they were meant: for the notes of every fit.
 
     No step is observed; states are known from labels, so that no fit is supervised unnoticed;
-    symbols seem to be counted from one, or angles to be degrees; of whole degrees it warns. If
-    ``module`` is no HMM module only the first is told.
+    symbols seem to be counted from one, or angles to be degrees, or values such as -999 to stand
+    for missing ones; of the last, and of whole degrees, it warns. If ``module`` is no HMM module
+    only the first is told.
     """
     if not data.num_observed:
         return ["no step is observed: the parameters are those of the priors or of the start"]
@@ -469,6 +471,12 @@ def remarks(data: Data, module: Any) -> list[str]:
     values = values[:: 1 + len(values) // SOME].nan_to_num() if numbers else data.known_values
     low, top = map(Tensor.item, values.aminmax()) if values.numel() else (0, 0)
     high = max(-low, top)
+    for end in {low, top} & CODES_OF_MISSING:
+        rest = values[values != end]
+        far = rest.numel() and (rest - end).abs().min() > rest.max() - rest.min()
+        if far and values.numel() > rest.numel() + 1:
+            text += [f"values of {end:g} are far from all others: if they are missing, give NaN"]
+            warn_caller(text[-1])
     if not (high > TURN if numbers else low == 1):
         return text
     one = to_model_device(module, None, data[:1])

@@ -449,10 +449,11 @@ class Fit:
         if method not in ("delta", "bootstrap", "profile"):
             raise ValueError(f'method must be "delta", "bootstrap" or "profile"; got {method!r}.')
         if (method == "profile") != isinstance(of, str):
-            raise ValueError(
-                'method="profile" is of one entry, and goes with its name: of="module.rate[0]". '
-                "Of a matrix give of=lambda hmm: hmm.log_transition.exp()."
+            text = (
+                "of must be a function, such as lambda hmm: hmm.log_transition.exp(), or with "
+                f'method="profile" the name of one entry, such as "module.rate[0]"; got {of!r}'
             )
+            raise ValueError(f"{text}. Of a whole parameter take fit.intervals(data)[name].")
         with self.at_rest():
             if isinstance(of, str):
                 return {of: profile_interval(self.information(data), of, level)}

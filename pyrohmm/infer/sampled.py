@@ -119,7 +119,8 @@ def summary_of(samples: Mapping[str, Tensor]) -> list[str]:
         first = (
             f"{who.upper()} DISAGREE: R-hat is {worst[largest]:.2f} for {largest}, above "
             f"{max(AGREE, noise):.3g} for {len(apart)} of {len(worst)} variables. Align states, by "
-            "PosteriorDraws.of(fit).aligned(data); else take more samples, or other starts."
+            "PosteriorDraws.of(fit).aligned(data), if their priors are alike; else the chains are "
+            "in different modes, or too short: give start=, a longer warmup, or more samples."
         )
     elif min(sizes[least]) < FEWEST * chains:
         first = (

@@ -16,6 +16,7 @@ from torch.distributions import constraints
 from torch.nn.functional import hardshrink
 from tqdm import tqdm
 
+from .._checks import check_share
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
@@ -455,8 +456,7 @@ def _listed(names: list[str]) -> str:
 
 def normal_quantile(level: float) -> float:
     """Half the width, in standard errors, of a normal interval of ``level``."""
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1; got {level}. For 95 % give 0.95.")
+    check_share("level", level)
     return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.double)).item()
 
 

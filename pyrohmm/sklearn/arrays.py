@@ -434,8 +434,8 @@ class GaussianHMM(NormalEstimator):
 
     def _emission(self) -> TorchDistribution:
         covars = self._covars_
-        if self.covariance_type == "spherical" and covars.ndim == 2:  # a column, as in hmmlearn
-            covars = covars.squeeze(1)
+        if self.covariance_type == "spherical" and covars.shape[1:] == (1,):  # as in hmmlearn
+            covars = covars[:, 0]
         return self._normals(covars)
 
     def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:

@@ -100,6 +100,7 @@ def test_progress_and_summary_tell_of_chains_in_different_orders_of_the_states(c
     shown = float(capsys.readouterr().err.rpartition("rhat=")[2].partition("]")[0])
     assert fit.agreement()["lp"].rhat < 1.1 < 1.2 < shown
     assert fit.summary().startswith("CHAINS DISAGREE")
+    assert "if their priors are alike; else the chains are in different modes" in fit.summary()
     aligned = PosteriorDraws.of(fit).aligned(data)
     assert max(float(agreement(v).rhat.max()) for v in aligned.parameters.values()) < 1.1
 
