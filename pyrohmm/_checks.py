@@ -43,7 +43,7 @@ SYNONYMS = [  # names of one argument, here and elsewhere
         "elbo loss num_particles", "generator seed random_state", "batch_size batchsize",
         "emission emissions observations obs", "num_symbols n_symbols vocab_size n_features V",
         "dim n_features num_features embedding_dim D", "hidden_dim hidden_size n_hidden",
-        "axes ax", "observed mask", "names labels", "num_parameters n_params",
+        "allowed labels", "axes ax", "observed mask", "names labels", "num_parameters n_params",
         "num_folds n_folds cv n_splits", "count k", "lags lag", "num_sequences n_sequences",
         "columns column values value y", "labels states y", "by group groups groupby id animal",
         "time times timestamp", "covariates exog", "num_clusters n_clusters", "x times dates",
@@ -130,8 +130,13 @@ def unknown_argument(function: Callable[..., Any], name: str, known: Iterable[st
 def names_checked(function: Checked) -> Checked:
     """Decorator: a call that does not fit the signature is refused with the arguments there are."""
     signature = inspect.signature(function)
-    known = signature.parameters
-    others = any(part.kind is part.VAR_KEYWORD for part in known.values())  # of another function
+    known: dict[str, Any] = dict(signature.parameters)
+    last: Any = next(reversed(known.values()), None)
+    others = last is not None and last.kind is last.VAR_KEYWORD  # of another function
+    if others and (unpacked := re.fullmatch(r"Unpack\[(\w+)\]", str(last.annotation))):
+        others = False
+        known |= vars(inspect.getmodule(inspect.unwrap(function)))[unpacked[1]].__annotations__
+        del known[last.name]
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from pyrohmm import (
     NeuralHMM,
     NeuralTagger,
     PosteriorDraws,
+    SecondOrderHMM,
     Sequences,
     StickyHDPHMM,
     TabularContinuousTimeHMM,
@@ -390,6 +391,15 @@ def test_data(mistake, error, words):
        f"{wrong}'. Did you mean {meant}")
       for wrong, meant in {"n_iter": "num_iterations", "num_steps": "num_iterations",
                            "n_init": "restarts"}.items()],
+    *[(f"{kind.__name__} by {wrong}", lambda kind=kind, given=given, wrong=wrong: kind(
+        *given, LENGTHS, **{wrong: None}), TypeError,
+       rf"^{kind.__name__}\(\) got an .*'{wrong}'. Did you mean {meant}\?")
+      for kind, *given in [(HMM, PI, A, B), (HSMM, PI, A, A, B), (SecondOrderHMM, PI, A, A, B),
+                           (ContinuousTimeHMM, PI, A, B, LENGTHS)]
+      for wrong, meant in {"emission_per_steps": "emission_per_step", "observd": "observed",
+                           "labels": "allowed", "allow": "allowed"}.items()],
+    ("of by num_step", lambda: HMM.of(hmm().chain, B, LENGTHS, num_step=3), TypeError,
+     r"^HMM.of\(\) got an .*'num_step'. Did you mean num_steps\?"),
     *[(f"SVI by {wrong}", lambda wrong=wrong: fit_svi(model(), AutoDelta(model()), data(),
                                                      **{wrong: 3}), TypeError,
        f"{wrong}'. Did you mean elbo") for wrong in ("loss", "num_particles")],

@@ -17,6 +17,7 @@ from .._checks import (
     check_range,
     check_size,
     check_trailing,
+    names_checked,
     sample_size,
 )
 from .._precision import full_precision
@@ -104,6 +105,7 @@ class HMM(ChainDistribution):
         self._compose(chain, emission, lengths, observed, validate_args, **data)
 
     @classmethod
+    @names_checked
     def of(
         cls,
         chain: Chain,

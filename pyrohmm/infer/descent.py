@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pyro.infer import ELBO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._checks import check_kind, check_number, check_size, check_tolerance, unknown_argument
+from .._checks import check_kind, check_number, check_size, check_tolerance
 from .._imports import imported
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
@@ -120,21 +119,17 @@ class Settings(FitOptions):
     validation: Sequences | None
 
 
-def settings_of(fit: Callable[..., Any], arguments: dict[str, Any]) -> Settings:
+def settings_of(arguments: dict[str, Any]) -> Settings:
     """Settings of a gradient fit: all arguments by name, None where not given.
 
     Args:
-        fit: The function that was called.
-        arguments: Of it, and further ones as ``options``.
+        arguments: Of the function that was called, and further ones as ``options``.
 
     Raises:
-        TypeError: If there is no argument of such a name.
+        TypeError: If an argument is of the wrong type.
         ValueError: If a number is out of its range, or an argument excludes or needs another.
     """
     known = Settings.__annotations__
-    for name in arguments["options"]:
-        if name not in known:
-            raise unknown_argument(fit, name, [*inspect.signature(fit).parameters, *known])
     settings: Any = {name: arguments.get(name) for name in known} | arguments["options"]
     check_tolerance(settings["tolerance"])
     check_kind("elbo", settings["elbo"], ELBO | None, "an ELBO of Pyro, such as Trace_ELBO()")

@@ -37,7 +37,7 @@ from .models import MarginalModel, check_module, exclusive, to_model_device
 from .parameters import Parameters, Values
 from .results import Fit
 from .sampled import Chains, SampledFit
-from .starts import Start, by_kmeans, from_prior, seen_by
+from .starts import Start, by_kmeans, check_restarts, from_prior, seen_by
 
 CHUNK = 1 << 18  # numbers of states whose statistics are summed at once
 WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
@@ -144,6 +144,8 @@ class Gibbs(Chains):
         if parameters.points:
             text = "every parameter must have a prior"
             raise ValueError(f"{text}: give one by PyroSample, or freeze it.")
+        if self.copies > 1:
+            check_restarts(parameters)
         if (values := arguments["values"]) is not None:
             _check_sets(values, data, len(self.ladder.rungs), parameters.units)
         self.data, module = cast(Sequences, parameters.data), parameters.module

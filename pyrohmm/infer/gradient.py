@@ -104,7 +104,7 @@ def fit_svi(
         >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
         tensor(True)
     """
-    return train(fit_svi, locals(), model, lambda *_: guide, "SVI")
+    return train(locals(), model, lambda *_: guide, "SVI")
 
 
 @names_checked
@@ -174,7 +174,7 @@ def fit_map(
         supports.update(_check_restarts(model, data, settings, restarts))
         return AutoDelta(batched, init_loc_fn=init)
 
-    fit = train(fit_map, arguments, model if restarts == 1 else batched, guide_of, "MAP", restarts)
+    fit = train(arguments, model if restarts == 1 else batched, guide_of, "MAP", restarts)
     return fit if restarts == 1 else _best(fit, model, supports)
 
 

@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import Any
@@ -327,8 +328,7 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
     """Trace of a model, checked to be runnable as a batch of restarts or chains.
 
     Raises:
-        ValueError: If it enumerates states, has parameters without a prior, or mixes copies: if
-            others change with the first one.
+        ValueError: If it enumerates states, has parameters without a prior, or mixes copies.
     """
     with poutine.block(), torch.no_grad(), first_values(data.device):
         with poutine.trace(param_only=True) as read:
@@ -349,33 +349,48 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
 
 
 def check_batchable(model: Any, data: Sequences, trace: poutine.Trace) -> None:
-    """Raise if copies of a model in a plate are mixed: if others change with the first one."""
+    """Raise if copies of a model in a plate have other densities than each of them alone.
+
+    Where they have data of their own, or random numbers, each is run among others of its values.
+    """
     if getattr(model, "generator", None) is not None:  # whose calls all differ
         return
     sites = {name: trace.nodes[name] for name in latent_sites(trace)[0]}
     num_states = getattr(trace.nodes["_RETURN"]["value"], "num_states", 1)
-    copies = getattr(model, "copies", None)
-    copies = copies or num_copies(data, num_states, (site["value"] for site in sites.values()))
+    own = getattr(model, "copies", None)
+    copies = own or num_copies(data, num_states, (site["value"] for site in sites.values()))
 
     def plated() -> Any:
         return pyro.plate("copies", copies, dim=-2)
 
-    def others(values: dict[str, Tensor]) -> Tensor:
-        with repeatable(), LogJoint(values, copies) as joint, plated():
-            model(data)
-        return (joint.likelihood + joint.prior)[1:]
+    def parts(values: dict[str, Tensor], batched: bool) -> tuple[Tensor, bool]:
+        """Log-likelihood and log-prior ``(2, R)``, and whether the model draws random numbers."""
+        with repeatable(), LogJoint(values, copies if batched else None) as joint:
+            before = torch.get_rng_state()
+            with plated() if batched else nullcontext():
+                model(data)
+            draws = not before.equal(torch.get_rng_state())
+        found = torch.broadcast_tensors(joint.likelihood, joint.prior)
+        return torch.stack(found).reshape(2, -1), draws
 
     def pair() -> tuple[Tensor, Tensor]:
         with repeatable(), plated():
             nodes = poutine.trace(model).get_trace(data).nodes
         values = {name: nodes[name]["value"] for name in sites}
-        moved = {name: torch.cat([value[1:2], value[1:]]) for name, value in values.items()}
-        return others(values), others(moved)
+        together, draws = parts(values, True)
+        batched, rows = draws or own is not None, [0, 1, copies - 1]
+        alone = []  # any of them changes with what it is mixed with
+        for row in rows:
+            some = {n: x[row].expand_as(x) if batched else x[row].reshape(sites[n]["value"].shape)
+                    for n, x in values.items()}  # fmt: skip
+            alone.append(parts(some, batched)[0][:, row if batched else 0])
+        return torch.stack(alone, 1), together[:, rows]
 
     inside = {name for name, site in sites.items() if site["cond_indep_stack"]}
     one = wide({name: site["value"] for name, site in sites.items()}, inside, 0)
     values = {name: value.expand(copies, *value.shape) for name, value in one.items()}
-    check_copies(pair, values, data.num_observed)
+    with first_values(data.device):
+        check_copies(pair, values, data.num_observed)
 
 
 def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: Sequences) -> None:

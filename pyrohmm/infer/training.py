@@ -44,7 +44,6 @@ _guides = count()
 
 
 def train(
-    fit: Callable[..., Any],
     arguments: dict[str, Any],
     model: Callable[..., Any],
     guide_of: Callable[..., Any],
@@ -54,8 +53,7 @@ def train(
     """Minimise the loss of a model and a guide by gradient steps.
 
     Args:
-        fit: The function that was called.
-        arguments: Of it, and further ones as ``options``.
+        arguments: Of the function that was called, and further ones as ``options``.
         model: The Pyro model; with several restarts, in a plate of them.
         guide_of: Called with data and settings, returns the guide; priors are scaled by then.
         method: "MAP" or "SVI".
@@ -65,7 +63,7 @@ def train(
     module = getattr(alone, "module", None)
     with ProcessGroup.of(arguments["options"].get("group")) as group:
         check_size("restarts", restarts)
-        settings = settings_of(fit, arguments)
+        settings = settings_of(arguments)
         data = group.own(arguments["data"], settings["sharded"])
         check_model_and_data(alone, data)
         group.check_alike(settings | {"model": model, "restarts": restarts, "fit": method}, data)
