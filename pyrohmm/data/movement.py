@@ -15,6 +15,7 @@ from .steps import begins
 from .tables import Gaps
 
 RADIUS = 6371.0088  # of the earth, in kilometres: the mean one
+OTHERS = {"longitude": ("latitude", "lat"), "latitude": ("longitude", "lon", "lng")}
 STILL = 1e-9  # kilometres, above the rounding of places that are the same
 
 
@@ -83,9 +84,9 @@ def movement(
         frame, columns=[longitude, latitude], by=animal, time=time, covariates=covariates, gaps=gaps
     )
     known, places = data.known, cast(Tensor, data.packed("values")).double()
-    sides = zip((longitude, latitude), ("longitude", "latitude"), places[known].mT, (360, 90))
-    for column, name, degrees, most in () if plane else sides:
-        swapped = {name[:3], column[:3].lower()} == {"lat", "lon"}
+    sides = zip((longitude, latitude), OTHERS.items(), places[known].mT, (360, 90))
+    for column, (name, others), degrees, most in () if plane else sides:
+        swapped = str(column).lower() in others
         if wrong := [column] * swapped + degrees[degrees.abs() > most].tolist():
             text = f"{name} must be degrees from -{most} to {most}; got {wrong[0]}. The"
             raise ValueError(f"{text} longitude comes first; in a plane give plane=True.")

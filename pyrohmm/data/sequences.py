@@ -126,8 +126,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
     ) -> None:
         """Set all attributes from packed rows ``(M, *)``, which are checked."""
         self._rows, self._padded, self._read = checked_rows(rows, lengths), {}, {}
-        self.lengths, self.total = lengths, check_total(total, len(lengths))
-        self.table = None
+        self.lengths, self.total, self.table = lengths, check_total(total, len(lengths)), None
         self.indices = torch.arange(len(lengths))
         self.numbered = indices is not None  # they say which sequences of the whole set these are
         if indices is not None:
@@ -367,6 +366,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             >>> data.time_index(num_ahead=2).tolist()
             [1, 2, 3, 4, 5, 6, 7]
         """
+        check_size("num_ahead", num_ahead, 0)
         if self.table is None or self.table.time is None:
             return None
         return times_of(self.table, cast(Tensor, self.packed("rows")), self.lengths, num_ahead)
@@ -407,11 +407,12 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         if isinstance(parts, Sequences):
             return parts
         rows = {"observed": torch.cat([part.known for part in parts])}
-        for name in ("values", "labels", "covariates", "times"):
+        for name in ("values", "labels", "covariates", "times", "rows", "locations"):
             columns = [column for part in parts if (column := part.packed(name)) is not None]
             if len(columns) == len(parts):
                 rows[name] = torch.cat(columns)
         joined = Sequences._of(rows, torch.cat([part.lengths for part in parts]))
+        joined.table = self.table if all(part.table is self.table for part in parts) else None
         return joined.with_total(self.total)
 
     def truncate(self, num_steps: int) -> Sequences:

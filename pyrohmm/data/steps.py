@@ -69,10 +69,8 @@ def read_steps(
         steps = rows.new_zeros(len(known), *rows.shape[1:])
         steps[known] = rows
     if steps.dim() == 0:
-        raise ValueError(
-            f"{name} is a single number; it must have shape (M, *E), a row per step. For one "
-            "series call Sequences.from_concatenated(values)."
-        )
+        text = f"{name} is a single number; it must have shape (M, *E), a row per step"
+        raise ValueError(f"{text}. For one series call Sequences.from_concatenated(values).")
     if not len(steps):
         raise ValueError(f"{name} has no step; it must have shape (M, *E), a row per step.")
     return steps, known.to(steps.device) & ~_is_nan(steps)
@@ -252,10 +250,8 @@ def joined_part(name: str, items: Iterable[Any], lengths: Tensor) -> Tensor:
     rows = [read_part(name, item) for item in items]
     if [len(row) for row in rows] != lengths.tolist():
         text = f"{name} must have an item for each sequence, with a row for each of its steps"
-        raise ValueError(
-            f"{text}, {lengths.tolist()!s:.60}; got {[*map(len, rows)]!s:.60}. Nest it as the "
-            "values."
-        )
+        sizes = f"{lengths.tolist()!s:.60}; got {[*map(len, rows)]!s:.60}"
+        raise ValueError(f"{text}, {sizes}. Nest it as the values.")
     return torch.cat(rows)
 
 

@@ -39,9 +39,9 @@ def read_table(
         if bool(filled.any()):
             cure = "Add these rows to frame, or give gaps='ignore'."
             raise ValueError(f"covariates have no values at steps without a row. {cure}")
-        names = [covariates] if isinstance(covariates, str) else covariates
-        numbers, _ = read_columns("covariates", frame, names)
-        steps["covariates"] = numbers[rows].double()
+        numbers, found = read_columns("covariates", frame, covariates)
+        numbers = numbers.double().reshape(len(found), -1)
+        steps["covariates"] = numbers.masked_fill(~found.unsqueeze(-1), torch.nan)[rows]
     return steps, table
 
 
@@ -125,7 +125,7 @@ class Table(NamedTuple):
             ValueError: If a name or a time is missing, or a time occurs twice in a sequence.
         """
         pandas = imported("pandas")
-        names = [] if by is None else [by] if isinstance(by, str) else list(by)
+        names = [] if by is None else list(by) if pandas.api.types.is_list_like(by) else [by]
         columns = keys = pandas.DataFrame(index=range(count))
         roles = dict.fromkeys(names, "by") | ({} if time is None else {time: "time"})
         for name, argument in roles.items():
@@ -146,7 +146,7 @@ class Table(NamedTuple):
             check_order(frame, lengths, order)
             return cls(keys, columns, names, None, torch.from_numpy(order), lengths)
         dates = as_dates(columns[time])
-        columns = columns.assign(**{time: dates})
+        columns = pandas.DataFrame({**columns, time: dates})
         times = read_times(dates, f"time {time!r}").numpy()
         order = np.lexsort((times, number))
         number, times = number[order], times[order]
@@ -174,15 +174,15 @@ class Table(NamedTuple):
 def calendars(dates: Any) -> list[np.ndarray]:
     """Day numbers of a ``pandas.Series`` of dates in local time; month numbers if all are monthly.
 
-    Months are among them if all dates are of one day of the month and time, or the last of it.
+    Months are among them if all dates are of one time and one day, or the last of shorter months.
     """
     if dates.dtype.kind != "M":
         return []
     local = dates.dt.tz_localize(None)
     rest = local - local.dt.normalize()
-    days, end = local.dt.day, local.dt.is_month_end.all()
+    days, most = local.dt.day, local.dt.days_in_month
     clocks = [(local - local.iloc[0]).to_numpy() / np.timedelta64(1, "D")]
-    if rest.nunique() == 1 and (end or days.nunique() == 1):
+    if rest.nunique() == 1 and (days == most.clip(upper=days.max())).all():
         clocks.append((12.0 * local.dt.year + local.dt.month).to_numpy())
     return clocks
 
@@ -244,17 +244,18 @@ def times_of(table: Table, rows: Tensor, lengths: Tensor, num_ahead: int) -> Any
     dates, after = table.columns[table.time], numbers < 0
     times = dates.iloc[numbers[last]].reset_index(drop=True)
     (clock, size), pandas = table.step or (0, 0.0), imported("pandas")
-    step = pandas.Timedelta(size, "D").round("us") if dates.dtype.kind in "mM" else size
-    if clock == 2:
-        months, end = int(size), dates.dt.is_month_end.all()
-        step = pandas.offsets.MonthEnd(months) if end else pandas.DateOffset(months=months)
+    step, kind = int(size) if size.is_integer() else size, object  # by the numbers: int or float
+    if dates.dtype.kind in "mM":
+        step, kind = pandas.Timedelta(size, "D").round("us"), dates.dtype
+    if clock == 2:  # the 30th of shorter months is their last day; 28 February stays
+        day = 31 if size % 12 and dates.dt.is_month_end.all() else int(dates.dt.day.max())
+        step = pandas.DateOffset(months=int(size), day=day)
     old = times[after].dt.tz_localize(None) if clock else times[after]
     moved = [time + n * step for time, n in zip(old, (steps - last)[after].tolist())]
-    new = pandas.Series(moved, old.index, old.dtype)
+    new = pandas.Series(moved, old.index, old.dtype if clock else kind)
     if clock:
         new = new.dt.tz_localize(times.dt.tz, np.full(len(new), True), nonexistent="shift_forward")
-    times[after] = new
-    return times
+    return times.astype(kind).mask(after, new).infer_objects()
 
 
 def rows_of(
@@ -294,17 +295,17 @@ def rows_ahead(data: Any, columns: dict[str, Any], num_steps: int, times: Tensor
     name = name if table.step is None and times is None else table.time
     rows = data.packed("rows").cpu()[data.firsts].numpy()[sequence]
     if hasattr(table.keys, "iloc"):
-        keys = table.columns[table.by]
-        return beside(keys, rows, {name: when} | columns).reset_index(drop=True)
-    if name == table.time and (kind := table.keys[name].dtype).is_temporal():
-        when = imported("polars").Series(when.tolist()).cast(kind)
+        return beside(table.columns[table.by], rows, {name: when} | columns).reset_index(drop=True)
+    if name == table.time:
+        when, kind = imported("polars").Series(when.tolist()), table.keys[name].dtype
+        when = when.cast(kind) if kind.is_temporal() else when
     return beside(table.keys.select(table.by), rows, {name: when} | columns)
 
 
 def beside(keys: Any, rows: np.ndarray, columns: dict[str, Any]) -> Any:
     """Some rows of a table of pandas or polars, with columns beside them."""
     if twice := [name for name in columns if name in keys]:
-        text = f"by and time must not name a column {twice[0]!r}, which the answer has"
+        text = f"by and time must not name a column {twice[0]!r}; the answer has {[*columns]!s:.60}"
         raise ValueError(f"{text}. Rename it in the table, before from_dataframe.")
     if hasattr(keys, "iloc"):
         pandas, keys = imported("pandas"), keys.iloc[rows]

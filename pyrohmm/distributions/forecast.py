@@ -26,6 +26,7 @@ from .._checks import (
     sample_size,
 )
 from .._choices import CACHED
+from ..data.sequences import check_sequences
 from ..data.tables import rows_ahead
 from ..ops.markov import CategoricalTable, sample_chain
 from .autoregressive import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
@@ -390,6 +391,7 @@ class Forecast(OwnChecks):
             0   b    3  0.25  0.75
             1   a    2  0.25  0.75
         """
+        check_sequences("data", data)
         size = self.state_probs.size(-2)
         check_shape("forecast", self.state_probs, (len(data), size, self.state_probs.size(-1)),
                     "(N, H, K)", "Give the data that were forecast.")  # fmt: skip

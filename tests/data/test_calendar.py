@@ -27,12 +27,22 @@ def periods(start, freq):
     return lambda: pandas.period_range(start, periods=40, freq=freq)
 
 
+def clipped(start, months):
+    """Dates some months apart, each counted from the first: of shorter months the last day."""
+    first = pandas.Timestamp(start)
+    return pandas.DatetimeIndex([first + pandas.DateOffset(months=months * n) for n in range(40)])
+
+
 CLOCKS = {
     "days": dates("2021-01-29", "D"),
     "weeks": dates("2021-01-29", "W"),
     "starts of months": dates("2021-01-01", "MS"),
     "ends of months": dates("2021-01-31", "ME"),
     "fifteenths": lambda: dates("2021-01-01", "MS")() + pandas.Timedelta("14D9h"),
+    "thirtieths": lambda: clipped("2021-01-30", 1),
+    "29ths of the months": lambda: clipped("2021-01-29", 1),
+    "last of February": lambda: clipped("1980-02-29", 12),
+    "28 February": lambda: clipped("1980-02-28", 12),
     "quarters": dates("2015-03-31", "QE"),
     "years": dates("1980-01-01", "YS"),
     "periods of months": periods("2021-01", "M"),
@@ -92,6 +102,22 @@ def test_times_are_filled_in_and_go_on_as_the_calendar_does(clock):
         day for day, stays in zip(data.time_index(3), [*[True] * 37, *[False] * 3] + [True] * 10)
         if stays
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["2025-12-30", "2026-01-30", "2026-02-28", "2026-03-30"], ["2026-04-30", "2026-05-30"]),
+        (["2025-12-29", "2026-01-29", "2026-02-28", "2026-03-29"], ["2026-04-29", "2026-05-29"]),
+        (["2025-04-30", "2025-06-30"], ["2025-08-31", "2025-10-31"]),
+        (["2022-02-28", "2023-02-28"], ["2024-02-28", "2025-02-28"]),
+        (["2023-02-28", "2024-02-29"], ["2025-02-28", "2026-02-28"]),
+        (["2024-02-29", "2025-02-28", "2026-02-28", "2027-02-28"], ["2028-02-29", "2029-02-28"]),
+    ],
+)
+def test_a_day_that_some_months_lack_is_their_last(given, wanted):
+    found = read([pandas.Timestamp(day) for day in given]).time_index(2)
+    assert found.tolist() == [pandas.Timestamp(day) for day in given + wanted]
 
 
 def test_times_that_do_not_go_on_by_one_step_are_not_made_up():

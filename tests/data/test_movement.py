@@ -115,6 +115,17 @@ def test_gaps_animals_and_rows(kind):
     torch.testing.assert_close(single.values, data.values[1:2], equal_nan=True)
 
 
+@pytest.mark.parametrize("names", [("latlon_lon", "latlon_lat"), (0, 1), ("lonely", "lateral")])
+def test_only_names_of_the_other_axis_are_refused(names):
+    frame = pandas.DataFrame(dict(zip(names, (EAST, NORTH))))
+    found = movement(*names, frame=frame).values
+    torch.testing.assert_close(found, movement(EAST, NORTH).values, equal_nan=True)
+    for swapped in (("lat", "lon"), ("x", "Longitude"), ("LATITUDE", "y"), ("x", "lng")):
+        table = frame.set_axis(list(swapped), axis="columns")
+        with pytest.raises(ValueError, match="The longitude comes first"):
+            movement(*swapped, frame=table)
+
+
 def test_a_location_that_is_missing_is_beside_missing_steps():
     data = movement([0.0, 1, math.nan, 3, 4, 5], [0.0, 1, 2, 3, 4, 5], plane=True)
     assert data.values[0, :, 0].isnan().tolist() == [False, True, True, False, False, True]

@@ -96,6 +96,80 @@ def test_vectors_of_integers_known_in_part_have_nan():
     assert data.num_observed == 2
 
 
+MISSING = {
+    "numbers": [5, None, 7],
+    "nullable": pandas.array([5, None, 7], "Int64"),
+    "booleans": [True, None, False],
+    "polars": polars.Series([5, None, 7]),
+    "flags of polars": polars.Series([True, None, False]),
+    "all": [None, None, None],
+    "floats": [5.5, None, 7.0],
+}
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_a_covariate_that_is_missing_is_refused_whatever_its_type(kind):
+    frame = {"x": [1.0, 2, 3], "c": MISSING[kind], "d": [1, 2, 3]}
+    place = 0 if kind == "all" else 1
+    for names in ("c", ["c"], ["c", "d"], ["c", "c"]):
+        with pytest.raises(ValueError, match=f"covariates must be .* sequence 0, step {place} is"):
+            Sequences.from_dataframe(frame, columns="x", covariates=names)
+    data = Sequences.from_dataframe(frame, columns="x", covariates="d")
+    assert data.covariates.tolist() == [[[1.0], [2.0], [3.0]]]
+
+
+@pytest.mark.parametrize(
+    ("times", "wanted"),
+    [
+        ([0, 60, 119], [0, 60, 119, 178.5, 238.0]),
+        ([1, 2, 3, 5], [1, 2, 3, 4, 5, 6, 7]),
+        ([0.5, 1.0, 2.0], [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]),
+        ([100, 200], [100, 200, 300, 400]),
+    ],
+)
+def test_times_that_are_numbers_go_on_in_every_type(times, wanted):
+    """Whole ones stay integers; of a forecast the same come back."""
+    kinds = ["float64"] if 0.5 in times else ["Int64", "int64", "uint8", "float64"]
+    columns = [pandas.Series(times, dtype=kind) for kind in kinds]
+    tables = [{"t": column, "x": [1.0] * len(times)} for column in [times, *columns]]
+    plain = [table for table in tables if "Int64" not in str(getattr(table["t"], "dtype", ""))]
+    for table in [*tables, *map(pandas.DataFrame, tables), *map(polars.DataFrame, plain)]:
+        data = Sequences.from_dataframe(table, columns="x", time="t", gaps="missing")
+        found = data.time_index(2)
+        assert found.tolist() == wanted
+        broken = any(isinstance(number, float) for number in [*wanted, *table["t"]])
+        assert found.dtype == ("float64" if broken else "int64")
+        hmm = TabularHMM(1, normal(0))
+        ahead = fit_em(hmm, data, num_iterations=1).forecast(data, 2).to_dataframe(data)
+        assert list(ahead["t"]) == wanted[-2:]
+
+
+def test_num_ahead_is_a_count():
+    data = read(gaps="missing")
+    for wrong, kind in ((-1, ValueError), (True, TypeError), (1.0, TypeError)):
+        with pytest.raises(kind, match="num_ahead must be"):
+            data.time_index(wrong)
+
+
+def test_columns_may_have_numbers_for_names():
+    frame = pandas.DataFrame([[*"b", 1, 5.0, 2], [*"b", 2, 6.0, 3], [*"a", 1, 7.0, 4]])
+    data = Sequences.from_dataframe(frame, by=0, time=1, columns=2, covariates=3)
+    assert data.keys == ["b", "a"]
+    assert data.values.tolist() == [[5.0, 6.0], [7.0, 0.0]]
+    assert data.covariates[0].tolist() == [[2.0], [3.0]]
+    assert data.time_index(1).tolist() == [1, 2, 3, 1, 2]
+
+
+def test_sequences_that_are_joined_have_their_keys():
+    frame = pandas.DataFrame({"who": [*"bbac"], "day": [1, 2, 1, 4], "x": [5.0, 6, 7, 8]})
+    data = read(frame)
+    joined = data.collate([data[2], data[0]])
+    assert joined.keys == ["c", "b"]
+    assert joined.time_index(1).tolist() == [4, 5, 1, 2, 3]
+    assert joined.to_dataframe(states=[9, 0, 1])["state"].tolist() == [0, 1, 9]
+    assert data.collate([data[0], read(frame)[0]]).keys == [0, 1]  # rows of two tables
+
+
 def test_states_go_back_to_the_rows_of_the_table():
     """Whatever the order of the table, its index, the gaps, and what was selected."""
     frame = pandas.DataFrame(SKIPS, index=[*"uvwxyz"])
@@ -183,6 +257,15 @@ def test_a_key_that_is_called_as_an_answer_is_not_overwritten():
         data = Sequences.from_dataframe(frame, columns="x", by="state")
         with pytest.raises(ValueError, match="by and time must not name a column 'state'"):
             data.to_dataframe(states=[0, 1])
+        frame = make({"mean": ["Ohio", "Iowa"], "x": [1.0, 0.0]})
+        given = Sequences.from_dataframe(frame, columns="x", by="mean")
+        ahead = fit_em(TabularHMM(1, normal(0)), given, num_iterations=1).forecast(given, 1)
+        with pytest.raises(
+            ValueError, match=r"column 'mean'; the answer has .'step', 'mean', 'lower'"
+        ):
+            ahead.to_dataframe(given)
+        with pytest.raises(TypeError, match="data must be Sequences; got DataFrame"):
+            ahead.to_dataframe(frame)
         assert data.to_dataframe(probs=[[1.0], [1.0]])["state"].to_list() == ["Ohio", "Iowa"]
 
 
