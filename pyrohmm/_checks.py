@@ -141,8 +141,7 @@ def names_checked(function: Checked) -> Checked:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - known.keys():
-            ours = name in [own for own, *_ in SYNONYMS]  # which another function takes
-            if not others or (synonyms(name, known) and not ours):
+            if not others or synonyms(name, known):
                 raise unknown_argument(function, name, known)
         try:
             return function(*args, **kwargs)
@@ -239,13 +238,13 @@ def check_booleans(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} must be boolean; got dtype {tensor.dtype}. Call .bool() on it.")
 
 
-def check_floats(name: str, tensor: Tensor) -> None:
+def check_floats(name: str, tensor: Tensor, cure: str = "Call .float() on it.") -> None:
     """Raise unless ``tensor`` holds floating-point numbers."""
     if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float64):
         return
     check_tensor(name, tensor)
     wanted = "float32 or float64" if tensor.dtype.is_floating_point else "floating point"
-    raise TypeError(f"{name} must be {wanted}; got dtype {tensor.dtype}. Call .float() on it.")
+    raise TypeError(f"{name} must be {wanted}; got dtype {tensor.dtype}. {cure}")
 
 
 def check_trailing(

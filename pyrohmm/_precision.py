@@ -29,7 +29,7 @@ def full_precision(like: Tensor) -> AbstractContextManager[Any]:
 
 def at_least_single(tensor: Tensor) -> Tensor:
     """Convert half precision to float32."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def differentiable_gradient(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,10 @@ from torch.nn.functional import pad
 
 from .._arrays import to_tensor
 from .._checks import all_names_checked, check_booleans, check_real, check_size, check_times
+from .._choices import CACHED
 from .._transforms import beside
 from ..chains.base import refuse_steps
-from ..chains.markov import MarkovChain, PathFactors
+from ..chains.markov import MarkovChain
 from ..chains.rates import Gaps, RateChain, transitions_between
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import check_possible
@@ -23,11 +23,12 @@ from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..ops.blocks.transitions import Transitions
-from ..ops.forward import SMALL, log_sums
+from ..ops.forward import log_sums
 from ..ops.log_space import finite_or_zero, logsumexp, normalised
+from ..ops.recursions import filtered
 from .queries import in_blocks
 
-LOWEST = -1e38  # of a log-probability that is subtracted; states that are all -inf stay so
+FEW = 1 << 10  # numbers, of which sums over pairs of states take less time than a product
 AT_ONCE = 16  # steps from which the chain's filter is faster than one by one
 
 
@@ -162,8 +163,9 @@ class Filter:
     def surprise(self) -> Tensor:
         r"""Surprise of the last update, :math:`-\log p(x_t \mid x_{1:t-1})`, in nats.
 
-        ``(*B)``, or ``(*B, L)`` of each of its L steps: zero where a step is missing, and before
-        the first update; infinite where an observation is impossible.
+        ``(*B)``, or ``(*B, L)`` of each of its L steps: zero where a step is missing (with
+        ``exact_entry``, that of no entry having been seen), and before the first update; infinite
+        where an observation is impossible.
         """
         return self._surprise.clone()
 
@@ -200,7 +202,7 @@ class Filter:
             matrices, time = self._matrices(count, known, times)
             likelihood, past = self._likelihood(values, known)
             logs, scores = self._filtered(matrices, likelihood)
-            if known is not None:
+            if known is not None and getattr(self.hmm.chain, "exact_entry", None) is None:
                 scores = scores.masked_fill(~known, 0.0)  # rounding is none
             evidence = self._message.log_evidence + scores.sum(-1, dtype=torch.float64)
             if self.hmm._validate_args:
@@ -290,14 +292,14 @@ class Filter:
             return _in_blocks(self, self._matrix, len(matrices), likelihood)
         log_states, found = self._message.log_states, []
         if len(matrices) >= AT_ONCE and self._matrix is not None and likelihood is not None:
-            first = self._predicted(log_states, matrices[0])
-            table, lengths = self._matrix.unsqueeze(-3), torch.tensor(len(matrices))
-            ahead = PathFactors.joined(first, table, likelihood, lengths).predicted()
-            return _conditioned(ahead.to(first.dtype) + likelihood)
-        steps = repeat(0.0) if likelihood is None else likelihood.unbind(-2)
-        for matrix, here in zip(matrices, steps):
-            joint = self._predicted(log_states, matrix) + here
-            found.append(_conditioned(joint.to(log_states.dtype)))
+            first, table = self._predicted(log_states, matrices[0]), self._matrix.unsqueeze(-3)
+            logs = filtered(first, table, likelihood, torch.tensor(len(matrices)))[..., :-1, :]
+            rows = max(1, CACHED // (first.numel() * first.size(-1)))
+            ahead = [self._predicted(part.to(first), table) for part in logs.split(rows, -2)]
+            return _conditioned(torch.cat([first.unsqueeze(-2), *ahead], -2), likelihood)
+        seen = log_states.new_zeros(len(matrices), 1) if likelihood is None else likelihood
+        for matrix, here in zip(matrices, seen.unbind(-2)):
+            found.append(_conditioned(self._predicted(log_states, matrix), here))
             log_states = found[-1][0]
         logs, scores = zip(*found)
         return torch.stack(logs, -2), torch.stack(scores, -1)
@@ -306,10 +308,10 @@ class Filter:
         """Predict log-probabilities ``(*B, K)`` of the next states."""
         if matrix is None:
             return log_states
-        if matrix.dim() > 2 or log_states.numel() * len(matrix) <= SMALL:
+        if matrix.shape[:-2].numel() > 1 or log_states.numel() <= FEW:
             return (log_states.unsqueeze(-1) + matrix).logsumexp(-2)
-        rows = log_states.double().reshape(-1, 1, len(matrix))
-        found = log_sums(rows, matrix.double()[None, None])
+        rows, core = log_states.double().reshape(-1, 1, log_states.size(-1)), matrix.shape[-2:]
+        found = log_sums(rows, matrix.double().reshape(1, 1, *core))
         return found.to(log_states.dtype).reshape(log_states.shape)
 
     def _matrices(
@@ -390,10 +392,13 @@ class Filter:
         return found, (values.narrow(at, start, kept), seen[..., start:]) if lags else ()
 
 
-def _conditioned(joint: Tensor) -> tuple[Tensor, Tensor]:
+def _conditioned(predicted: Tensor, likelihood: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities ``(*A, K)`` of the states given an observation, and its own ``(*A)``."""
+    peak = likelihood.amax(-1, keepdim=True).clamp(min=torch.finfo(likelihood.dtype).min)
+    joint = predicted + (likelihood - peak)  # in this order, lest digits of the differences go
     scores = joint.logsumexp(-1, keepdim=True)
-    return joint - scores.clamp(min=LOWEST), scores.squeeze(-1)
+    logs = joint.log_softmax(-1).masked_fill(scores.isneginf(), -torch.inf)
+    return logs.to(predicted.dtype), (scores + peak).squeeze(-1)
 
 
 def _read(

@@ -59,6 +59,10 @@ class MarkovRecursions(Chain):
         r"""Log transition matrix ``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
         return self.matrices if self.per_step else self.matrices.squeeze(-3)
 
+    def all_initial(self) -> Tensor:
+        """Log-probabilities of the first state, ``(*b, K)``."""
+        return self.log_initial
+
     def check_values(self) -> None:
         """Raise unless log-probabilities sum to one, in the rows of the matrices as well."""
         super().check_values()
@@ -97,7 +101,7 @@ class MarkovRecursions(Chain):
 
     def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
         """The Markov chain of the matrices."""
-        chain = MarkovChain(self.log_initial, self.log_transition, self.per_step)
+        chain = MarkovChain(self.all_initial(), self.log_transition, self.per_step)
         return Expansion(chain, torch.arange(self.num_states, device=self.log_initial.device))
 
     def stationary(self) -> Tensor:

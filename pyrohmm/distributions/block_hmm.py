@@ -342,8 +342,8 @@ class BlockHMM(HMM):
             ValueError: If steps are missing, where the state may be in any block; or (with
                 ``validate_args``) a sequence has probability zero.
         """
-        self._check_observed("block_posterior", " Call posterior.")
         seen = self._read(values, check=True)
+        self._check_observed(seen, "block_posterior", " Call posterior.")
         evidence, probs = self.chain.within_blocks(seen)
         self._check_possible(evidence)
         exists = step_mask(seen.lengths, self.num_steps).unsqueeze(-1)
@@ -352,14 +352,14 @@ class BlockHMM(HMM):
 
     def final_state(self, values: Tensor) -> FinalState:
         r"""Distribution :math:`p(z_T \mid x_{1:T})` of the last state, values ``(N, T)``."""
-        self._check_observed("final_state")
         seen = self._read(values)
+        self._check_observed(seen, "final_state")
         last = seen.blocks.gather(1, seen.lengths.unsqueeze(-1) - 1).squeeze(-1)
         log_probs = self.chain.final_state(seen)
         return FinalState(self.blocks.states[last].to(log_probs.device), log_probs)
 
-    def _check_observed(self, query: str, cure: str = "") -> None:
-        if self.observed is not None:
+    def _check_observed(self, seen: BlockLikelihood, query: str, cure: str = "") -> None:
+        if self.chain.has_gaps(seen):
             raise ValueError(
                 f"{query} needs every step to be observed; some are not, and their states may be "
                 f"in any block.{cure}"

@@ -19,6 +19,7 @@ from .._checks import (
     PyroValidation,
     all_names_checked,
     check_broadcast,
+    check_floats,
     check_integers,
     check_lengths,
     check_no_nan,
@@ -110,6 +111,9 @@ class LinearChainCRF(OwnChecks):
         check_trailing("initial_scores", initial_scores, (num_labels,), "(K,)")
         self.initial_scores = at_least_single(initial_scores)
         self.transition_scores = at_least_single(transition_scores)
+        cure = "Call .float() on it; for a mask give torch.where(mask, 0.0, -torch.inf)."
+        for name, scores in self._named.items():
+            check_floats(name, scores, cure)
         self.transition_per_step = transition_per_step
         wanted = ((steps - 1,) if transition_per_step else ()) + (num_labels, num_labels)
         check_trailing("transition_scores", transition_scores, wanted, "([T-1,] K, K)")

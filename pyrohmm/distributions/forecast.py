@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily, MultivariateNormal, constraints
 
 from .._checks import (
-    OwnChecks,
     broadcast_shapes,
+    OwnChecks,
     check_broadcast,
     check_probs,
     check_real,
@@ -160,16 +160,18 @@ def _count_quantiles(weights: Tensor, emission: Any, state: int, probs: Tensor) 
 def _bisected_quantiles(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
     """Quantiles ``(Q, H, *B, *E)`` of continuous components, by bisection of the cdf."""
     least, most = _ends(weights, emission, state)
-    reach = REACH * emission.stddev
-    low = least.where(least.isfinite(), (emission.mean - reach).amin(state))
-    high = most.where(most.isfinite(), (emission.mean + reach).amax(state))
     probs = probs.to(weights).reshape(-1, *(1,) * (weights.dim() - 1))
-    shape = broadcast_shapes(probs.shape, weights.sum(state).shape, low.shape)
 
     def reached(value: Tensor) -> Tensor:
         return (weights * cdf(emission, value.unsqueeze(state))).sum(state) >= probs
 
-    found = first_reaching(reached, low.expand(shape), high.expand(shape))
+    reach, short = REACH * emission.stddev, True
+    while short:
+        low = (emission.mean - reach).amin(state).maximum(least)
+        high = (emission.mean + reach).amax(state).minimum(most)
+        outside = reached(low) & (low > least) | ~reached(high) & (high < most)
+        short, reach = bool((outside & (probs > 0) & (probs < 1)).any()), 2 * reach
+    found = first_reaching(reached, low.expand_as(outside), high.expand_as(outside))
     return torch.where(probs == 0, least, torch.where(probs == 1, most, found))
 
 

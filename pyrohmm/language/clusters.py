@@ -154,7 +154,7 @@ def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
     _, cells = np.unique(rows * (labels.max() + 1) + columns, return_inverse=True)
     tables = (np.bincount(places, numbers) / pairs.total for places in (rows, columns, cells))
     of_rows, of_columns, joint = (entr(shares).sum() for shares in tables)
-    return float(of_rows + of_columns - joint)
+    return max(0.0, float(of_rows + of_columns - joint))
 
 
 # Other assignments, and states for them -----------------------------------------------------------

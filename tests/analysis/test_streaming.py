@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import assert_close
 
-from pyrohmm import HMM, HSMM, Filter, queries
+from pyrohmm import HMM, HSMM, ContinuousTimeHMM, Filter, NeuralHMM, blocks, queries
 
 NEVER = -np.inf
 
@@ -134,6 +134,64 @@ def test_lengths_of_the_hmm_play_no_part(per_step):
         assert_close(shown[0], whole.filtered(values))
         assert_close(shown[1], whole.log_prob(values))
         assert_close(shown[2], -queries.predictive_log_prob(whole, values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_far_from_all_states_leave_the_states_their_digits(dtype):
+    """One by one and at once, also where the nearest state is not the one that is possible."""
+    start, move = torch.tensor([0.0, 0.6, 0.4]), torch.eye(3) * 0.8
+    move[0], move[1:, 1:] = torch.tensor([0.2, 0.3, 0.5]), torch.tensor([[0.9, 0.1], [0.3, 0.7]])
+    loc = torch.stack([torch.full((50,), 9.0), torch.zeros(50), torch.eye(50)[0]])
+    emission = dist.Normal(loc.to(dtype), 0.05).to_event(1)
+    parts = start.to(dtype).log(), move.to(dtype).log(), emission, torch.tensor(1)
+    far = torch.zeros(20, 50, dtype=dtype)
+    far[::3], far[:, 0] = 7.0, 0.5
+    far[7] = 1e17 if dtype == torch.float32 else 1e25
+    probs, wanted = start.double()[1:], []
+    for t in range(20):  # values say nothing, for they are equally far from both
+        probs = probs @ move.double()[1:, 1:] if t else probs
+        wanted.append([0.0, *probs.tolist()])
+    chunk, steps = Filter(HMM(*parts)), Filter(HMM(*parts))
+    found = chunk.update(far), torch.stack([steps.update(value) for value in far])
+    tolerance = 0.05 if dtype == torch.float32 else 1e-9  # likelihoods have as many digits
+    for states in found:
+        assert_close(states, wanted, atol=tolerance, rtol=tolerance)
+        assert_close(states.sum(-1), np.ones(20), atol=1e-6, rtol=0)
+    assert chunk.log_evidence.isfinite()
+    assert_close(chunk.log_evidence, steps.log_evidence, rtol=1e-6)
+
+
+def test_nothing_entered_at_a_missing_step_is_evidence_where_entries_are_seen():
+    rates = torch.tensor([[-1.0, 0.5, 0.5], [0.3, -0.6, 0.3], [0.0, 0.0, 0.0]]).double()
+    levels, start = dist.Normal(torch.arange(3.0).double(), 1.0), torch.eye(3).double()[0].log()
+    times, entered = torch.tensor([0.0, 0.4, 1.0, 1.7]).double(), torch.tensor([False, False, True])
+    values, known = torch.tensor([0.3, 0.1, 1.2, 1.0]).double(), torch.tensor([1, 1, 0, 1]).bool()
+    hmm = ContinuousTimeHMM(
+        start, rates, levels, torch.tensor(4), times, known, exact_entry=entered
+    )
+    at_once, steps = Filter(hmm), Filter(hmm)
+    at_once.update(values, known, times)
+    for t in range(4):
+        steps.update(values[t] if known[t] else None, times=times[t : t + 1])
+    assert_close(at_once.log_evidence, hmm.log_prob(values))
+    assert_close(steps.log_evidence, hmm.log_prob(values))
+    assert at_once.surprise[2] > 0
+
+
+@pytest.mark.parametrize("two_level", [False, True])
+def test_a_stream_that_continues_others_starts_from_their_states(two_level):
+    torch.manual_seed(1)
+    of_words = blocks.from_clusters(torch.arange(12) % 3, 4)
+    module = NeuralHMM(12, 12, 8, blocks=of_words, two_level=two_level).eval()
+    words, length = torch.randint(12, (3, 10)), partial(torch.full, (3,))
+    with torch.no_grad():
+        final = module(length(4)).final_state(words[:, :4])
+        rest, _ = module.continue_from(length(6), final, torch.tensor([0, -1, 2]))
+        whole, fresh = module(length(10)), module(length(6)).filtered(words[:, 4:])
+        wanted, evidence = whole.filtered(words)[:, 4:], rest.log_prob(words[:, 4:])
+        wanted[1] = fresh[1]
+        assert_close(Filter(rest).update(words[:, 4:]), wanted, rtol=1e-5, atol=1e-6)
+        assert_close(rest.expanded().log_prob(words[:, 4:]), evidence, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -278,6 +278,8 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     odds = (lengths[0] - lengths[1]) * math.log((1 - noise) / noise)  # it never changed places
     last = hmm.final_state(values).log_probs.double()
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
+    seen = hmm.with_lengths(hmm.lengths, torch.ones(1, sum(lengths)).bool())
+    assert torch.equal(seen.final_state(values).log_probs, hmm.final_state(values).log_probs)
 
 
 def test_moves_of_a_pair_are_added_in_any_number_of_parts(monkeypatch):

@@ -136,6 +136,18 @@ def test_hard_zeros_are_exact():
     assert crf.log_prob(every).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.int64])
+@pytest.mark.parametrize("name", ["emission_scores", "transition_scores", "initial_scores"])
+def test_scores_that_are_no_floats_are_refused(name, dtype):
+    scores = {
+        "emission_scores": torch.zeros(3, 2), "transition_scores": torch.zeros(2, 2),
+        "initial_scores": torch.zeros(2),
+    }  # fmt: skip
+    scores[name] = scores[name].to(dtype)
+    with pytest.raises(TypeError, match=f"{name} must be floating point; got dtype {dtype}"):
+        LinearChainCRF(**scores)
+
+
 def test_no_path_at_all():
     crf = LinearChainCRF(torch.zeros(2, 3, 2), torch.full((2, 2), -torch.inf),
                          lengths=torch.tensor([3, 1]))  # fmt: skip

@@ -12,11 +12,13 @@ from pyro.distributions import (
     Poisson,
     StudentT,
     Uniform,
+    Weibull,
 )
+from scipy import stats
 
 from pyrohmm import HMM, Forecast, queries
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal, Tied
-from pyrohmm.distributions.modified import Angle, WrappedCauchy, ZeroInflated
+from pyrohmm.distributions.modified import Angle, Truncated, WrappedCauchy, ZeroInflated
 
 PROBS = [0.1, 0.5, 0.9]
 STATES = (
@@ -118,6 +120,19 @@ def test_an_end_of_the_support_that_has_the_probability_is_the_quantile():
     low, high = Forecast(STATES, rain).quantiles([0.2, 0.6])
     assert (low == 0).all()
     assert (high > 0).all()
+
+
+def test_limits_that_are_far_away_cost_no_digits():
+    narrow = Truncated(Normal(torch.tensor([0.0, 5.0]).double(), 1.0), -1e30, 1e30)
+    half = Forecast(torch.tensor([[1.0, 0.0]]).double(), narrow)
+    wanted = torch.tensor(stats.norm.ppf(PROBS))
+    torch.testing.assert_close(half.quantiles(PROBS).flatten(), wanted)
+
+
+def test_a_quantile_may_be_any_number_of_deviations_from_the_mean():
+    tail = Weibull(torch.ones(1).double(), torch.tensor([0.2]).double())
+    (found,) = Forecast(torch.ones(1, 1).double(), tail).quantiles([0.999999])
+    assert found.item() == pytest.approx(stats.weibull_min.ppf(0.999999, 0.2), rel=1e-6)
 
 
 def test_states_that_share_emissions_have_exact_quantiles():
