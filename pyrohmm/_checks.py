@@ -141,7 +141,8 @@ def names_checked(function: Checked) -> Checked:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - known.keys():
-            if not others or synonyms(name, known):
+            ours = name in [own for own, *_ in SYNONYMS]  # which another function takes
+            if not others or (synonyms(name, known) and not ours):
                 raise unknown_argument(function, name, known)
         try:
             return function(*args, **kwargs)
