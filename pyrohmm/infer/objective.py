@@ -360,18 +360,20 @@ def check_batchable(model: Any, data: Sequences, trace: poutine.Trace) -> None:
     own = getattr(model, "copies", None)
     copies = own or num_copies(data, num_states, (site["value"] for site in sites.values()))
 
+    with repeatable():
+        first = torch.rand((), device=data.device)
+
     def plated() -> Any:
         return pyro.plate("copies", copies, dim=-2)
 
     def parts(values: dict[str, Tensor], batched: bool) -> tuple[Tensor, bool]:
-        """Log-likelihood and log-prior ``(2, R)``, and whether the model draws random numbers."""
+        """Log-likelihood and log-prior ``(2, R)``; whether the model draws random numbers."""
         with repeatable(), LogJoint(values, copies if batched else None) as joint:
-            before = torch.get_rng_state()
             with plated() if batched else nullcontext():
                 model(data)
-            draws = not before.equal(torch.get_rng_state())
+            drawn = torch.rand((), device=data.device)
         found = torch.broadcast_tensors(joint.likelihood, joint.prior)
-        return torch.stack(found).reshape(2, -1), draws
+        return torch.stack(found).reshape(2, -1), bool(drawn != first)
 
     def pair() -> tuple[Tensor, Tensor]:
         with repeatable(), plated():
@@ -384,13 +386,12 @@ def check_batchable(model: Any, data: Sequences, trace: poutine.Trace) -> None:
             some = {n: x[row].expand_as(x) if batched else x[row].reshape(sites[n]["value"].shape)
                     for n, x in values.items()}  # fmt: skip
             alone.append(parts(some, batched)[0][:, row if batched else 0])
-        return torch.stack(alone, 1), together[:, rows]
+        return torch.stack(alone), torch.stack([together[:, row] for row in rows])
 
     inside = {name for name, site in sites.items() if site["cond_indep_stack"]}
     one = wide({name: site["value"] for name, site in sites.items()}, inside, 0)
     values = {name: value.expand(copies, *value.shape) for name, value in one.items()}
-    with first_values(data.device):
-        check_copies(pair, values, data.num_observed)
+    check_copies(pair, values, data.num_observed)
 
 
 def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: Sequences) -> None:
