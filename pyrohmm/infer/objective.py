@@ -361,13 +361,12 @@ def check_batchable(model: Any, data: Sequences, trace: poutine.Trace) -> None:
     copies = own or num_copies(data, num_states, (site["value"] for site in sites.values()))
 
     with repeatable():
-        first = torch.rand((), device=data.device)
+        first = torch.rand((), device=data.device)  # what is drawn next unless the model draws
 
     def plated() -> Any:
         return pyro.plate("copies", copies, dim=-2)
 
     def parts(values: dict[str, Tensor], batched: bool) -> tuple[Tensor, bool]:
-        """Log-likelihood and log-prior ``(2, R)``; whether the model draws random numbers."""
         with repeatable(), LogJoint(values, copies if batched else None) as joint:
             with plated() if batched else nullcontext():
                 model(data)
