@@ -27,10 +27,13 @@ class Columns(NamedTuple):
     Attributes:
         names: Of the terms, such as ``temperature``.
         indices: Of the columns, among those of ``data.covariates``.
+        design: Formula, centres, knots and levels that they are made by, to six digits, which tell
+            designs apart; None for numbers of columns.
     """
 
     names: tuple[str, ...]
     indices: tuple[int, ...]
+    design: dict[str, Any] | None = None
 
     @property
     def smooths(self) -> list[str]:
@@ -60,8 +63,10 @@ class Design:
 
     def __getitem__(self, part: str) -> Columns:
         """Covariate columns of a part of the model, by its name in :func:`formulas`."""
-        names = self.parts[part]["columns"]
-        return Columns(tuple(names), tuple(self.names.index(name) for name in names))
+        about = self.parts[part]
+        design = tree_map(lambda x: float(f"{x:.6g}") if isinstance(x, float) else x, about)
+        names = tuple(design["columns"])
+        return Columns(names, tuple(map(self.names.index, names)), design)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from pyro import poutine
 from pyro.infer import autoguide
 from torch import Tensor, nn
 from torch.distributions import biject_to
+from torch.func import functional_call
 
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.hmm import HMM
-from ..io.files import TENSORS, FilePath, grouped, kinds, read_directory
-from ..io.persistence import check_same, describe
+from ..io.files import TENSORS, FilePath, grouped, kinds, made_with, read_directory
+from ..io.persistence import check_made, check_same, describe
 from ..nn.base import PYRO, HMMModule, in_mode
 from .descent import Validation
 from .laplace import LaplaceFit
@@ -43,6 +45,7 @@ def _(fit: Fit) -> tuple[dict[str, Tensor], dict[str, Any]]:
     code, classes = _code(fit)
     parts: dict[str, Any] = code | {"coordinates": _coordinates(fit)}
     meta: dict[str, Any] = {"kind": "fit", "class": type(fit).__name__, "code": classes}
+    meta["made"] = made_with(fit.model)
     for name in [each.name for each in fields(fit) if each.name not in CODE]:
         value = getattr(fit, name)
         if isinstance(value, Tensor):
@@ -106,8 +109,10 @@ def load_fit(
 
     Raises:
         FileNotFoundError: If nothing was saved there.
+        TypeError: If ``directory`` is not the name of one.
         ValueError: If the files are damaged, hold something else, or differ from model or guide in
-            names, shapes or classes, which are told; then nothing has changed.
+            names, shapes or classes, or in hyperparameters or the design of a module, which are
+            told; then nothing has changed.
 
     Example:
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
@@ -134,6 +139,7 @@ def _loaded(
     """The fit that a file describes; what the file says of its tensors is read from them."""
     tensors = {name: tensors[name] for name in meta["order"]}
     model = MarginalModel(model) if isinstance(model, HMMModule) else model
+    check_made(directory, meta.get("made", {}), model, "what is given")
     data = to_model_device(model, guide, data)
     kind = {each.__name__: each for each in (Fit, LaplaceFit, SampledFit)}[meta["class"]]
     parts = grouped(tensors)
@@ -154,12 +160,15 @@ def _loaded(
         guide = getattr(autoguide, known)(poutine.block(model, hide_fn=is_enumerated))
     if given["plates"] and len(data) != len(given["marks"]):
         data = data[[0] * len(given["marks"])]  # as many as were fitted
+    unknown = [n for n, x in getattr(model, "named_buffers", dict)() if bool(x.isnan().any())]
+    fitted = {name: parts["model"][name].to(data.device) for name in unknown}
+    run = partial(functional_call, model, fitted) if fitted else model
     with (
         PYRO, repeatable(), pyro.get_param_store().scope() as params, poutine.block(),
         torch.no_grad(), in_mode(False, model, guide),
         scaled_priors(getattr(model, "module", None), data, ProcessGroup()),
     ):  # fmt: skip
-        trace = poutine.trace(model).get_trace(data)
+        trace = poutine.trace(run).get_trace(data)
         guide(data)
     supports, params = latent_sites(trace)[0], outside_modules(params, model, guide)
     fit = kind(model=model, guide=guide, params=params, supports=supports, **given)

@@ -218,6 +218,7 @@ def read_directory(directory: FilePath, *wanted: str) -> tuple[dict[str, Tensor]
         FileNotFoundError: If nothing was saved there.
         ValueError: If the files are damaged, hold something else, or come from a newer version.
     """
+    check_kind("directory", directory, str | os.PathLike, "the name of a directory")
     path = Path(directory) / TENSORS
     tensors, meta = read_tensors(path)
     found = str(meta.get("kind"))
@@ -428,15 +429,19 @@ def comparable(item: Any, depth: int = 3) -> Any:
         return str(item)
     if item is None or isinstance(item, bool | int | str):
         return item
+    if isinstance(item, np.ndarray | np.generic) and item.dtype.kind not in "biufc":
+        return comparable(item.tolist())
     if isinstance(item, Tensor | np.ndarray | np.generic):
         tensor = torch.as_tensor(item)
         kind = f"{tuple(tensor.shape)} {tensor.dtype}"
         point = tensor.requires_grad and tensor.is_leaf  # its value is the fit's to change
-        return kind if point else f"{kind} {digits([tensor])}"
+        value = tensor.tolist() if tensor.numel() < LONGEST / 10 else digits([tensor])
+        return kind if point else f"{kind} {value}"
     if isinstance(item, torch.Generator):
         return item.initial_seed()
     if isinstance(item, Sequences | Parts):
         return fingerprint(item)
+    item = item._asdict() if hasattr(item, "_asdict") else item
     if isinstance(item, dict):
         return {str(name): comparable(value, depth) for name, value in item.items()}
     if isinstance(item, list | tuple):
@@ -449,6 +454,23 @@ def comparable(item: Any, depth: int = 3) -> Any:
     below = depth - (not isinstance(item, nn.Module))
     inner = {key: comparable(value, below) for key, value in _attributes(item).items()}
     return {"class": name} | inner if inner else name
+
+
+def made_with(module: Any) -> dict[str, Any]:
+    """Attributes of all parts of a module, and hyperparameters that no fit sets, to compare.
+
+    Later versions compare with them what they have under the same names.
+    """
+    found = {}
+    for path, part in getattr(module, "named_modules", dict)():
+        priors = getattr(part, "_pyro_samples", {})
+        apart = {name for name, prior in priors.items() if isinstance(prior, partial)}  # of these
+        if not priors or getattr(part, "of_data", False):
+            apart |= part._buffers.keys()
+        for name, value in _attributes(part).items():
+            if name not in apart and not isinstance(value, nn.Module | nn.Parameter):
+                found[f"{path}.{name}".lstrip(".")] = comparable(value)
+    return found
 
 
 def difference(saved: Any, here: Any, path: str = "") -> tuple[str, str, str] | None:

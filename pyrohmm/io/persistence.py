@@ -38,8 +38,10 @@ from ..ops.blocks.states import Blocks
 from .files import (
     TENSORS,
     FilePath,
+    difference,
     grouped,
     kinds,
+    made_with,
     pack,
     read_directory,
     unpack,
@@ -128,7 +130,7 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
 
     Args:
         module: Of the class that was saved, with parameters and buffers of the same names, shapes
-            and dtypes.
+            and dtypes, and the same designs of :func:`formulas`.
         directory: Where a module was saved.
 
     Raises:
@@ -144,8 +146,7 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
         >>> bool((first.weight == second.weight).all())
         True
     """
-    cure = "Build it as it was when saved."
-    check_kind("module", module, nn.Module, "a torch.nn.Module", cure)
+    check_kind("module", module, nn.Module, "a torch.nn.Module", "Build it as it was.")
     tensors, meta = read_directory(directory, "module")
     for path, part in module.named_modules():
         if isinstance(part, CentredEmission):
@@ -153,6 +154,7 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
     here, there = kinds(module.state_dict()), kinds(tensors)
     here["its class"], there["its class"] = type(module).__qualname__, str(meta.get("class"))
     check_same(directory, there, here, "module")
+    check_made(directory, meta.get("made", {}), module, "module")
     module.load_state_dict(tensors)
 
 
@@ -161,7 +163,15 @@ def check_same(directory: FilePath, there: dict[str, str], here: dict[str, str],
     found = {name: (there.get(name, "not"), here.get(name, "not")) for name in sorted(here | there)}
     wrong = [f"{n} is {a} in the file, {b} in {what}" for n, (a, b) in found.items() if a != b]
     if wrong:
-        raise ValueError(f"{Path(directory) / TENSORS} differs from {what}: {'; '.join(wrong)}.")
+        text = f"{Path(directory) / TENSORS} differs from {what}: {'; '.join(wrong)}"
+        raise ValueError(f"{text}. Build it as it was, a design by load_formulas.")
+
+
+def check_made(directory: FilePath, there: dict[str, Any], module: Any, what: str) -> None:
+    """Raise if ``made_with`` of a module, given as ``what``, says other than a file."""
+    for name, own in made_with(module).items():
+        if name in there and (found := difference(there[name], own, name)) is not None:
+            check_same(directory, {found[0]: found[1]}, {found[0]: found[2]}, what)
 
 
 @singledispatch
@@ -172,7 +182,9 @@ def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
-        return dict(thing.state_dict()), {"kind": "module", "class": type(thing).__qualname__}
+        made = {n: part for n, part in made_with(thing).items() if n.endswith("columns")}
+        meta = {"kind": "module", "class": type(thing).__qualname__, "made": made}
+        return dict(thing.state_dict()), meta
     raise TypeError(
         f"thing must be an HMM, a torch.nn.Module, fit or estimator; got {type(thing).__name__}. "
         "Of an HMM of your own class or chain, save hmm.expanded(), the same as a Markov chain, or "

@@ -91,22 +91,23 @@ class Linear(Family):
         terms = columns.smooths
         order = sorted(range(len(terms)), key=lambda i: bool(terms[i]))
         if any(terms):
-            pairs: Any = columns.names, columns.indices
-            columns = Columns(*(tuple(part[i] for i in order) for part in pairs))
+            names, indices = zip(*((columns.names[i], columns.indices[i]) for i in order))
+            columns = columns._replace(names=names, indices=indices)
             free = None if free is None else free[..., order]
         curves = list(dict.fromkeys(filter(None, terms)))
         self.terms = [curves.index(terms[i]) for i in order if terms[i]]  # of each column of theirs
         self.columns, self.shape, self.prior_scale = columns, shape, prior_scale
         self.width = len(terms) - len(self.terms)
         offset = torch.tensor([name.startswith("offset(") for name in columns.names])
-        one, possible = None, torch.ones(*shape, len(terms), dtype=torch.bool)
+        one = None
         if bool(offset.any()):
-            possible = possible if free is None else free
+            possible = torch.ones(*shape, len(terms), dtype=torch.bool) if free is None else free
             free, one = possible & ~offset, possible & offset
         self.register_buffer("free", free)
         self.register_buffer("one", one)
         self.register_buffer("prior_loc", torch.zeros(()), persistent=False)  # for its dtype
         size = (*shape, self.width) if free is None else (int(free[..., : self.width].sum()),)
+        self.of_data = bool(curves)  # these have their standard deviations from a fit
         if self.terms:
             self.register_buffer("spread", torch.full((*shape, len(curves)), torch.nan))
             self.smooth = PyroSample(Penalty(_curves))
@@ -184,9 +185,8 @@ class Linear(Family):
         level = torch.zeros_like(mean)
         first = int(constant.byte().argmax())
         level[first] = 1 / mean[first]
-        others = ~constant
-        spread = torch.where(others & (spread > 0), spread, torch.where(constant, square, 1.0))
-        return Units(mean * others, spread, level)
+        spread = torch.where(~constant & (spread > 0), spread, torch.where(constant, square, 1.0))
+        return Units(mean * ~constant, spread, level)
 
     def table(self, coefficients: Tensor, smooth: Tensor | None = None) -> Tensor:
         """All coefficients ``(*, *shape, P)``, fixed zeros and ones of offsets included."""

@@ -235,9 +235,8 @@ class RegressionHMM(HMMModule):
             free = torch.ones(*part.shape, len(part.columns.names), dtype=torch.bool)
             if part.free is not None:
                 free[..., : part.width] = part.free[..., : part.width]
-            own = {column: f"{name}.coefficients" for column in range(part.width)}
             for *place, column in free.nonzero().tolist():
-                key = own.get(column, f"{name}.smooth")
+                key = f"{name}.{'coefficients' if column < part.width else 'smooth'}"
                 if part is self.transition_predictors:  # by the states entered, not their order
                     place[1] += place[1] >= place[0]
                 elif part is self.initial:

@@ -1,10 +1,23 @@
 """A design comes back from its file with the numbers and levels of the first table."""
 
 import numpy as np
+import pyro
 import pytest
+import torch
 from pandas import Categorical, DataFrame
+from pyro.distributions import Poisson
 
-from pyrohmm import formulas, load_formulas, save
+from pyrohmm import (
+    RegressionHMM,
+    Sequences,
+    fit_em,
+    formulas,
+    load_fit,
+    load_formulas,
+    load_into,
+    regression,
+    save,
+)
 
 random = np.random.default_rng(0)
 FIRST = DataFrame({
@@ -54,3 +67,50 @@ def test_what_another_version_would_compute_anew_is_refused():
     design.parts["loc"]["state"] = {}
     with pytest.raises(ValueError, match="as in the first table"):
         design.matrix(NEXT)
+
+
+def regressed(design, table):
+    covariates = design.table(table)
+    data = Sequences.from_dataframe(covariates, columns="n", covariates=design.names)
+    return RegressionHMM(2, regression(Poisson, rate=design["rate"])), data
+
+
+@pytest.mark.parametrize(
+    ("formula", "told"),
+    [
+        ("~ scale(x)", r"state\.scale\(x\)\.\w+ is"),
+        ("~ bs(age, df=4)", r"state\.bs\(age, df=4\)"),
+        ("~ smooth(age, 5)", r"state\.smooth\(age, 5\)"),
+        ("~ C(sex)", r"columns\.names is"),
+    ],
+)
+def test_a_fit_is_refused_in_a_design_of_another_table(formula, told, tmp_path):
+    """Whose coefficients are of other columns of the same names and number."""
+    pyro.set_rng_seed(0)
+    design = formulas(FIRST, rate=formula)
+    module, data = regressed(design, FIRST)
+    fit = fit_em(module, data, num_iterations=3, restarts=1)
+    save(fit, tmp_path / "fit")
+    save(design, tmp_path / "design")
+    save(module, tmp_path / "module")
+    later = FIRST[FIRST["x"] > 0].replace({"sex": {"m": "x"}})
+    other, there = regressed(formulas(later, rate=formula), later)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"{told}.* a design by load_formulas"):
+        load_fit(tmp_path / "fit", other, there)
+    with pytest.raises(ValueError, match=rf"{told}.* a design by load_formulas"):
+        load_into(other, tmp_path / "module")
+    for name, value in other.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
+    again, later = regressed(load_formulas(tmp_path / "design", rate=formula), FIRST[:20])
+    assert load_fit(tmp_path / "fit", again, later).score(later) == fit.score(later)
+    near = FIRST.assign(x=FIRST["x"] * (1 + 1e-12))  # as another machine sums
+    load_into(regressed(formulas(near, rate=formula), near)[0], tmp_path / "module")
+
+
+def test_a_fit_is_refused_in_a_design_of_another_formula(tmp_path):
+    module, data = regressed(formulas(FIRST, rate="~ x + age"), FIRST)
+    save(fit_em(module, data, num_iterations=2, restarts=1), tmp_path / "fit")
+    other, there = regressed(formulas(FIRST, rate="~ x + hour"), FIRST)
+    with pytest.raises(ValueError, match=r"names is \['Intercept', 'x', 'age'\] in the file, \["):
+        load_fit(tmp_path / "fit", other, there)

@@ -1,10 +1,13 @@
 """Saved fits answer as they did before, and are refused where the code is another."""
 
+from functools import partial
+
+import numpy as np
 import pyro
 import pyro.contrib.autoname
 import pytest
 import torch
-from pyro.distributions import Delta, Normal
+from pyro.distributions import Delta, Exponential, Normal, Poisson
 from pyro.infer.autoguide import (
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
@@ -14,11 +17,13 @@ from pyro.nn import PyroModule, PyroParam
 
 from pyrohmm import (
     HMM,
+    DenseHMM,
     MarginalModel,
     PosteriorDraws,
     RegressionHMM,
     Sequences,
     TabularHMM,
+    dense,
     fit_em,
     fit_gibbs,
     fit_laplace,
@@ -28,7 +33,9 @@ from pyrohmm import (
     load_fit,
     load_hmm,
     normal,
+    regression,
     save,
+    sticky,
 )
 from pyrohmm.io import files
 
@@ -309,3 +316,116 @@ def test_a_file_of_something_else_is_refused_and_nothing_changes(change, tmp_pat
     with pytest.raises(ValueError, match=r"does not describe a fit|in the file"):
         load_fit(tmp_path / "fit", model, DATA)
     torch.testing.assert_close(model.scale, Shared().scale, rtol=0, atol=0)
+
+
+def counted(kind=Poisson, columns=(0,), **options):
+    return RegressionHMM(2, regression(kind, rate=list(columns)), **options)
+
+
+COUNTS = Sequences.from_list(
+    [torch.randint(5, (n,), generator=generator) for n in LENGTHS], covariates=COLUMNS
+)
+# what was fitted, another of the same shapes, its data, and what tells them apart
+OTHERS = {
+    "prior of rows": (
+        lambda: TabularHMM(2, normal(0)),
+        lambda: TabularHMM(2, normal(0), 1.0, sticky(2, 50.0)),
+        DATA,
+        r"transition_concentration is .* \[\[1.0, 1.0\].* the file, .* \[\[50.0, 1.0\]",
+    ),
+    "given in place of the data's": (
+        lambda: TabularHMM(2, normal(0)),
+        lambda: TabularHMM(2, normal(0, loc=torch.tensor(100.0), rate=torch.tensor(1.0))),
+        DATA,
+        "emission.of_data is True in the file, False",
+    ),
+    "given": (
+        lambda: TabularHMM(2, normal(0, loc=1.0)),
+        lambda: TabularHMM(2, normal(0, loc=2.0)),
+        DATA,
+        r"emission.prior_loc is .* \[1.0, 1.0\]' in the file, .* \[2.0, 2.0\]",
+    ),
+    "weight": (
+        lambda: TabularHMM(2, normal(0, weight=1.0)),
+        lambda: TabularHMM(2, normal(0, weight=2.0)),
+        DATA,
+        "emission.weight is 1.0 in the file, 2.0",
+    ),
+    "prior_scale": (
+        lambda: counted(prior_scale=1.0),
+        lambda: counted(prior_scale=2.0),
+        COUNTS,
+        "prior_scale is 1.0 in the file, 2.0",
+    ),
+    "kernel": (
+        lambda: DenseHMM(2, 5, 2, kernel=dense.rbf(1.0)),
+        lambda: DenseHMM(2, 5, 2, kernel=dense.rbf(2.0)),
+        Sequences(COUNTS.values, COUNTS.lengths),
+        "kernel.* is 1.0 in the file, 2.0",
+    ),
+    "distribution": (
+        lambda: counted(),
+        lambda: counted(Exponential),
+        COUNTS,
+        "kind is 'Poisson' in the file, 'Exponential'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_hyperparameters_are_refused_by_name(name, tmp_path):
+    make, other, data, message = OTHERS[name]
+    pyro.set_rng_seed(0)
+    fit = fit_em(make(), data, num_iterations=3, restarts=1)
+    save(fit, tmp_path / "fit")
+    given = other()
+    before = {name: value.clone() for name, value in given.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        load_fit(tmp_path / "fit", given, data)
+    assert all(torch.equal(value, before[name]) for name, value in given.state_dict().items())
+    assert load_fit(tmp_path / "fit", make(), data).score(data) == fit.score(data)
+
+
+def test_what_a_prior_is_for_a_model_is_compared(tmp_path):
+    def prior(weight, hmm):
+        return -weight * hmm.log_transition.exp().square().flatten(-2).sum(-1)
+
+    one, other = (
+        MarginalModel(TabularHMM(2, normal(0)), log_prior=partial(prior, weight))
+        for weight in (1.0, 2.0)
+    )
+    save(fit_map(one, DATA, **QUICK), tmp_path / "fit")
+    with pytest.raises(ValueError, match=r"log_prior.* is \[1.0\] in the file, \[2.0\]"):
+        load_fit(tmp_path / "fit", other, DATA)
+
+
+def test_a_file_that_does_not_say_what_it_was_made_with_is_loaded(tmp_path):
+    fit = fit_em(TabularHMM(2, normal(0)), DATA, num_iterations=3)
+    save(fit, tmp_path / "fit")
+    edited(tmp_path / "fit", lambda _, meta: meta.pop("made"))
+    assert load_fit(tmp_path / "fit", TabularHMM(2, normal(0)), DATA).score(DATA) == fit.score(DATA)
+
+
+def test_arguments_in_another_order_are_told(tmp_path):
+    with pytest.raises(TypeError, match="directory must be the name of a directory; got Marginal"):
+        load_fit(tabular(), tmp_path / "fit", DATA)
+
+
+class Named(PyroModule):
+    """A model with names of its states."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = np.array(["rest", "run"])
+
+    def forward(self, data):
+        return herd(data)
+
+
+def test_a_model_may_hold_words(tmp_path):
+    save(fit_map(Named(), DATA, **QUICK), tmp_path / "fit")
+    other = Named()
+    load_fit(tmp_path / "fit", other, DATA)
+    other.names = np.array(["rest", "fly"])
+    with pytest.raises(ValueError, match=r"names is \['rest', 'run'\] in the file, \['rest', 'fly"):
+        load_fit(tmp_path / "fit", other, DATA)
