@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.infer import MCMC
 from pyro.ops.stats import quantile
 from torch import Tensor
@@ -27,10 +26,10 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
 from ..infer.coordinates import columns_of
+from ..infer.importance import sample_new
 from ..infer.layouts import Layout, Model, arranged, layout_of, log_prior, run
 from ..infer.models import to_model_device
 from ..infer.plates import (
-    AtValues,
     check_fitted,
     marks_of,
     samples_of,
@@ -43,12 +42,10 @@ from ..infer.results import Fit, formatted
 from ..infer.sampled import SampledFit, summary_of
 from ..io.files import FilePath, grouped, read_directory
 from ..io.persistence import describe
-from ..nn.base import PYRO, in_mode
 
 GUIDE = "independent samples of a guide: there are no chains that could disagree"
 MOST = 100  # rows of a summary
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
-CANDIDATES = 2**20  # steps of all candidates that are computed at once
 # Where they come from ----------------------------------------------------------------------------
 
 
@@ -268,9 +265,11 @@ class PosteriorDraws:
         """Copy for new sequences, with per-sequence variables sampled from their prior.
 
         Each sample gets them given its values of the shared variables. With several candidates they
-        are conditioned on the data, too: one is taken, in proportion to its likelihood, of
-        hundreds, or of thousands where the data say much more than the prior. The model runs once
-        for each sample, of all candidates at once.
+        are conditioned on the data, too, by adaptive importance sampling: 200 do for a few numbers
+        of a sequence, and a dozen take thousands. The likelihood is that of the returned HMM.
+
+        Warns:
+            UserWarning: If few candidates are effective for a sequence: fewer than 10.
 
         Raises:
             ValueError: If no variable is one of a sequence.
@@ -294,11 +293,7 @@ class PosteriorDraws:
             text = "for_new needs a model with variables inside the plate of sequences"
             raise ValueError(f"{text}; this one has none, and its draws are those of any data.")
         known = shared(self.parameters, plates)
-        flat = [
-            {n: x.flatten(0, 1)[i] for n, x in known.items()} for i in range(self.shape.numel())
-        ]
-        new = _of_new(self.model, flat, data, plates, num_candidates)
-        known |= {name: value.unflatten(0, self.shape) for name, value in new.items()}
+        known |= sample_new(self.model, known, self.shape, data, plates, num_candidates)
         # the density of a guide is not known of new variables; they are independent as before
         stats = {n: x * torch.nan for n, x in self.stats.items() if n == "log_guide"}
         return replace(self, parameters=known, stats=stats, marks=marks_of(data))
@@ -486,43 +481,6 @@ class PosteriorDraws:
             text = "priors must be alike for all states, to permute them; their log-density changes"
             cure = "Chains that disagree are in different modes: give start=, or a longer warmup."
             raise ValueError(f"{text}. The order has a meaning. {cure}")
-
-
-def _of_new(
-    model: Model, samples: list[Any], data: Sequences, plates: Any, num_candidates: int
-) -> dict[str, Tensor]:
-    """Variables of new sequences ``(S, ...)``: each a candidate, chosen by its likelihood.
-
-    Args:
-        model: The Pyro model.
-        samples: Values of the variables that sequences share, of each sample.
-        data: The new sequences.
-        plates: Of the variables of sequences.
-        num_candidates: How many samples of the prior there are to choose from.
-    """
-    rows, size = [], max(1, CANDIDATES // data.num_rows)
-    with PYRO, torch.no_grad(), poutine.block(), in_mode(False, model):
-        for values in samples:
-            found: dict[str, Tensor] = {}
-            best = torch.full((len(data),), -torch.inf, device=data.device)
-            for some in torch.arange(num_candidates).split(size):
-                more = data[torch.arange(len(data)).repeat(len(some))]  # all at once
-                more.indices = data.indices.repeat(len(some))
-                with AtValues(values):
-                    nodes = poutine.trace(model).get_trace(more).nodes
-                # the largest is a sample in proportion to the likelihood
-                score = nodes["_RETURN"]["value"].log_prob(more.values)
-                score = score - torch.empty_like(score).exponential_().log()
-                score, place = score.view(len(some), -1).max(0)
-                place = place * len(data) + torch.arange(len(data), device=place.device)
-                better = score > best
-                for name, plate in plates.items():
-                    value = nodes[name]["value"].index_select(plate.value_dim, place)
-                    shape = (-1, *(1,) * (-plate.value_dim - 1))
-                    found[name] = torch.where(better.reshape(shape), value, found.get(name, value))
-                best = torch.maximum(best, score)
-            rows.append(found)
-    return {name: torch.stack([row[name] for row in rows]) for name in plates}
 
 
 def table_of(parameters: Mapping[str, Tensor], probs: Sequence[float]) -> dict[str, list[Any]]:

@@ -14,6 +14,7 @@ Its modules; each imports only those above it:
 ``descent``       ``FitOptions``: arguments of gradient fits; optimizer, averages, held-out evidence
 ``objective``     the loss of a gradient fit
 ``layouts``       whether samples of a posterior may lie side by side in a model
+``importance``    variables of new sequences given their data, by importance sampling
 ``parameters``    the parameters of an EM fit, and their extrapolation by SQUAREM
 ``maximization``  the M-step: closed forms and gradient steps
 ``iterations``    the iterations of EM, and the E-step, batched by length
