@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily, MultivariateNormal, constraints
 
 from .._checks import (
-    broadcast_shapes,
     OwnChecks,
+    broadcast_shapes,
     check_broadcast,
     check_probs,
     check_real,
