@@ -47,6 +47,7 @@ POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 SLOW = 10.0  # seconds
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
+ROUNDED = 0.05  # nats, from which on it is told that means are rounded
 COLUMNS = ("estimate", "std_error", "lower", "upper")  # of a table of parameters
 NONE = 1e-6  # limits this near to zero and one say nothing
 FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
@@ -111,6 +112,8 @@ class Fit:
         own = [n.removesuffix(POINT) for n, _ in fitted_in(self.model) if n.endswith(POINT)]
         points = {name: attrgetter(name)(self.model).detach().clone() for name in own}
         self.parameters = points | self.parameters
+        rounded = _rounded(self.parameters, self.num_observed)
+        self.notes = [*self.notes, *(note for note in rounded if note not in self.notes)]
         if self.seconds > SLOW and all(x.device.type == "cpu" for x in self.parameters.values()):
             advise_numba()
 
@@ -223,7 +226,8 @@ class Fit:
     def predict(self, data: Sequences, algorithm: str = "viterbi") -> Tensor:
         """Decode the state of each step, packed ``(M,)``: one sequence after the other.
 
-        ``data.to_dataframe(states=fit.predict(data))`` are the rows of a table with them; of padded
+        That is the order of the sequences and of their times, not that of the rows of a table:
+        ``data.to_dataframe(states=fit.predict(data))`` are its rows with their states; of padded
         ``(N, T)`` tensors ask the HMM: ``fit.hmm(data).viterbi(data)``. Labels are not used, so
         that predictions can be compared with them; to keep to them ask
         ``fit.hmm(data).restrict(data.labels)``.
@@ -669,6 +673,22 @@ def model_name(model: Any) -> str:
 def name_of(part: Any) -> str:
     """Name of a function, or of an object's class."""
     return getattr(part, "__name__", type(part).__name__)
+
+
+def _rounded(parameters: dict[str, Tensor], num_observed: int) -> list[str]:
+    r"""Remarks on means whose rounding costs :math:`n \epsilon^2 \mu^2 / 24 \sigma^2` nats."""
+    notes = []
+    for name, loc in parameters.items():
+        variance = parameters.get(name.removesuffix("loc") + "variance")
+        covariance = parameters.get(name.removesuffix("loc") + "covariance")
+        if covariance is not None:
+            variance = covariance.diagonal(dim1=-2, dim2=-1)
+        if name.endswith(".loc") and variance is not None and variance.shape == loc.shape:
+            share = (torch.finfo(loc.dtype).eps * loc).square() / variance / 24
+            if num_observed * share.mean(0).sum() > ROUNDED:
+                text = f"{name} about {loc.abs().max():.6g} is rounded in {loc.dtype}, visibly"
+                notes += [f"{text}: subtract an origin from the data, or give module.double()"]
+    return notes
 
 
 all_names_checked(globals())

@@ -28,6 +28,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import reduce
@@ -78,7 +79,7 @@ USES: dict[str, set[str]] = {  # options that have a use where others are given
               *OF_FIT.values()},
     "load": {"load", "score", "lines", "generate"},
     "generate": {"prompt", "must", "must_not", "longest", "seed"},
-    "a new model": {*(OF_WORDS | OF_CLUSTERS | OF_MODEL).values()},
+    "training a new model": {*(OF_WORDS | OF_CLUSTERS | OF_MODEL).values()},
 }  # fmt: skip
 LEAST = {"num_states": 1, "num_epochs": 1, "generate": 1, "longest": 1,
          "num_texts": inspect.signature(distil).parameters["max_tokens"].default}  # fmt: skip
@@ -92,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if arguments is None:  # the process is this command's own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        warnings.formatwarning = lambda text, *_: f"warning: {text}\n"
     parser = _parser()
     options = _parsed(parser, sys.argv[1:] if arguments is None else arguments)
     _check(parser, options)
@@ -114,6 +116,10 @@ def _parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpar
     verb, *rest = arguments or [""]
     if verb not in SUBCOMMANDS or os.path.isfile(verb):
         return parser.parse_intermixed_args(arguments)
+    shown = USES[{"score": "load"}.get(verb, verb)] | {"help", "device"}
+    shown |= USES["training a new model"] | USES["generate"] if verb == "train" else set()
+    for action in parser._actions:  # those of other subcommands are not on its page of help
+        action.help = action.help if action.dest in shown else argparse.SUPPRESS
     options = parser.parse_intermixed_args(rest)
     names, (flags, most, needed) = options.train, SUBCOMMANDS[verb]
     if clash := [flag for flag in flags if vars(options)[flag]]:
@@ -137,7 +143,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     if options.train and not options.save:
         parser.error("training needs --save DIR, where the model goes")
     used = {"device"} | USES[doing] | (USES["generate"] if options.generate else set())
-    used |= USES["a new model"] if doing == "train" and not options.load else set()
+    used |= USES["training a new model"] if doing == "train" and not options.load else set()
     for action in parser._actions:
         name, flag = action.dest, "/".join(action.option_strings) or "a text file to train on"
         value = getattr(options, name, action.default)
@@ -183,7 +189,7 @@ def run(options: argparse.Namespace) -> None:
     if not ProcessGroup.of().is_first:
         return
     if options.load and not options.train and not options.lines:
-        print(model)
+        print(model, file=sys.stderr)
     for name in options.lines:
         for nats, line in zip(model.score(texts[name]).tolist(), texts[name]):
             print(f"{nats:.4f}\t{line.strip()}")
@@ -376,6 +382,7 @@ def _explained(function: object) -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m pyrohmm.language",
+        usage=f"%(prog)s {{{','.join(SUBCOMMANDS)}}} ..., as %(prog)s --help has it",
         description=(__doc__ or "").replace("\n::\n", "").replace("``", ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -159,6 +159,20 @@ def test_single_precision_far_from_zero(name):
     torch.testing.assert_close(means.double() - 1e6, wanted[2].double(), rtol=0.0, atol=0.12)
 
 
+@pytest.mark.parametrize(("offset", "seen"), [(1e5, False), (1e6, True)])
+def test_means_whose_rounding_is_seen_are_told(offset, seen):
+    """Where the evidence is a twentieth of a nat or more below that of a fit in float64."""
+    torch.manual_seed(0)
+    values = torch.randn(2400) + 4.0 * (torch.arange(2400) // 50 % 2) + offset
+    data = Sequences.from_concatenated(values)
+    modules = TabularHMM(2, normal(0)).float(), TabularHMM(2, normal(0))
+    single, double = (fit_em(module, data, num_iterations=200) for module in modules)
+    assert (double.score(data) - single.score(data) > 0.05) == seen
+    notes = [note for note in single.notes if "is rounded in torch.float32" in note]
+    assert len(notes) == seen
+    assert not any("is rounded" in note for note in double.notes)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_iteration_in_single_precision_far_from_zero(name):

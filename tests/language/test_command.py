@@ -119,7 +119,7 @@ def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
     main(["--load", "m", "--score", "test.txt", "valid.txt", "--generate", "5", "--seed", "0"])
     shown = capsys.readouterr().out.splitlines()
     lines = [line for line in Path("test.txt").read_text().split("\n") if line]  # no sentence
-    assert shown[1] == f"test.txt: {model.perplexity(lines)}, <eos> included; 1 unknown words"
+    assert shown[0] == f"test.txt: {model.perplexity(lines)}, <eos> included; 1 unknown words"
     assert shown[-6].startswith(f"valid.txt: {held}")
     assert shown[-5:] == model.generate(5, torch.Generator().manual_seed(0))
 
@@ -268,13 +268,13 @@ DISTIL = "distil gpt --states 4 --save h"
     f"{DISTIL} --score valid.txt": "--score has no use here, but with train or load",
     f"{DISTIL} --rate 0.3": "--rate has no use here, but with train",
     f"{DISTIL} --generate 3": "--generate has no use here, but with train or load",
-    f"{DISTIL} --dim 3": "--dim has no use here, but with a new model",
+    f"{DISTIL} --dim 3": "--dim has no use here, but with training a new model",
     f"{DISTIL} --texts 10": "--texts must be at least 32; got 10",
     "distil gpt --states 0 --save h": "--states must be at least 1; got 0",
     "score m valid.txt --save n": "--save has no use here, but with distil or train",
     "score m valid.txt --prompt a": "--prompt has no use here, but with generate",
-    "generate m 2 --states 3": "--states has no use here, but with distil or a new model",
-    "train train.txt --save n --load m --dim 3": "--dim has no use here, but with a new",
+    "generate m 2 --states 3": "--states has no use here, but with distil or training a new model",
+    "train train.txt --save n --load m --dim 3": "--dim has no use here, but with training a",
     "train train.txt --save n --texts 50": "--texts has no use here, but with distil",
     "train train.txt --save n --epochs 0": "--epochs must be at least 1; got 0",
 }.items())  # fmt: skip
@@ -282,8 +282,35 @@ def test_what_has_no_use_or_lacks_is_refused_before_a_model_is_loaded(here, caps
     """There is neither ``gpt`` nor ``m``."""
     with pytest.raises(SystemExit):
         main(line.split())
-    assert wanted in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert wanted in shown
+    assert len(shown.splitlines()) <= 3
     assert sorted(map(str, Path().iterdir())) == ["test.txt", "train.txt", "valid.txt"]
+
+
+@pytest.mark.parametrize(("verb", "options", "others"), [
+    ("train", "--save --clusters --epochs --must", "--texts --distil"),
+    ("distil", "--save --states --texts", "--clusters --must --valid"),
+    ("score", "--device", "--states --prompt"),
+    ("generate", "--prompt --must --seed", "--epochs --states"),
+])  # fmt: skip
+def test_help_of_a_subcommand_has_its_options_alone(capsys, verb, options, others):
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    shown = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert set(options.split()) <= shown
+    assert not set(others.split()) & shown
+
+
+def test_standard_output_has_sentences_alone(here):
+    """Of the command; what there is to say of the model and of the prompt are lines of stderr."""
+    tiny().save("m")
+    done = subprocess.run(
+        [sys.executable, "-m", "pyrohmm.language", "generate", "m", "3", "--prompt", "unheard"],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert len(done.stdout.splitlines()) == 3
+    assert re.fullmatch(r"LanguageModel\(.*\)\nwarning: .*<unk>.*\n", done.stderr)
 
 
 def test_options_may_stand_before_names(here, capsys):
@@ -322,7 +349,7 @@ def test_sentences_contain_what_they_must(here, capsys):
     tiny().save("m")
     options = ["--must", "a", "b b", "--must-not", "a b", "<unk>", "--longest", "5"]
     main(["--load", "m", "--generate", "30", "--prompt", "b", *options])
-    lines = capsys.readouterr().out.splitlines()[1:]
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 30
     for line in lines:
         words = f" {line} "
