@@ -268,10 +268,8 @@ class Information:
         self.decrement = float(slope @ self.covariance @ slope) / 2
         if self.decrement > FAR:
             below = f"the fit ended {self.decrement:.2g} nats below the maximum near it"
-            raise NoMaximum(
-                f"{below}: fit on, with a smaller tolerance or in float64, "
-                "module.double(), and give its own data."
-            )
+            cure = "a smaller tolerance or module.double(), and give its own data"
+            raise NoMaximum(f"{below}: fit on, with {cure}.")
 
     def _vanishing(self) -> Tensor:
         """Mask ``(P,)`` of coordinates on the boundary, along which the log joint is flat."""
