@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
 from operator import attrgetter
+from traceback import walk_tb
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -31,6 +32,7 @@ from ._imports import imported
 from ._transforms import transforming
 
 INNER = "pyrohmm", "contextlib"  # modules whose lines no warning names
+LIBRARIES = "torch pyro numpy inspect contextlib functools".split()  # between callers and called
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 SYNONYMS = [  # names of one argument, here and elsewhere
     text.split()
@@ -137,20 +139,29 @@ def names_checked(function: Checked) -> Checked:
         others = False
         known |= vars(inspect.getmodule(inspect.unwrap(function)))[unpacked[1]].__annotations__
         del known[last.name]
+    ours = function.__module__.split(".")[0] == __package__
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - known.keys():
-            ours = name in [own for own, *_ in SYNONYMS]  # which another function takes
-            if not others or (synonyms(name, known) and not ours):
+            passed = name in [own for own, *_ in SYNONYMS]  # to another function, which takes it
+            if not others or (ours and synonyms(name, known) and not passed):
                 raise unknown_argument(function, name, known)
         try:
             return function(*args, **kwargs)
         except (TypeError, AttributeError) as error:
-            _explain(function, args, kwargs, error)
+            if _raised_here(error):
+                _explain(function, args, kwargs, error)
             raise
 
     return call  # type: ignore[return-value]
+
+
+def _raised_here(error: Exception) -> bool:
+    """Whether a line of this package raised an error, and not one of its user's code."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    roots = [name.split(".")[0] for name in names if name != __name__]
+    return [__package__, *(root for root in roots if root not in LIBRARIES)][-1] == __package__
 
 
 def _explain(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> None:
@@ -164,14 +175,14 @@ def _explain(function: Callable[..., Any], args: Any, kwargs: Any, error: Except
         parts = [x.replace(annotation=x.empty, default=x.empty) for x in known.values()][own:]
         kinds = [type(each).__name__ for each in args[own:]] + [f"{name}=" for name in kwargs]
         text = f"{function.__qualname__}{inspect.Signature(parts)} got ({', '.join(kinds)})"
-        raise TypeError(f"{text}: {unfit}.") from None
+        raise TypeError(f"{text}: {unfit}.") from error
     for name, value in given.items():
         wanted, of = known[name].annotation, type(value)
-        right = {"Any", *(kind.__name__ for kind in of.__mro__)}  # any of them
+        right = {"Any", of.__name__.removesuffix("Type"), *(x.__name__ for x in of.__mro__)}
         if value is not getattr(error, "obj", error) or not isinstance(wanted, str):
             continue  # it was not asked for an attribute that it has not
         if not right & set(re.findall(r"\w+", wanted)):
-            raise TypeError(f"{name} must be {wanted}; got {of.__name__}. {error}") from None
+            raise TypeError(f"{name} must be {wanted}; got {of.__name__}. {error}") from error
 
 
 def all_names_checked(module: dict[str, Any], *others: Any) -> None:

@@ -22,6 +22,7 @@ from pyrohmm import (
     DenseHMM,
     DiversityPrior,
     Filter,
+    HMMModule,
     LanguageModel,
     LinearChainCRF,
     MarginalModel,
@@ -613,6 +614,32 @@ def test_errors_inside_of_a_call_stay_as_they_are():
         metrics.cross_validate(lambda part: part.nothing, data(), 2)
     with pytest.raises(TypeError, match=r"^can only concatenate"):
         metrics.cross_validate(lambda part: [] + 1, data(), 2)
+
+
+class Own(HMMModule):
+    """A module of a user, who may make mistakes of his own, with options of any name."""
+
+    def __init__(self, size, names=(), **options):
+        super().__init__()
+        self.loc, self.options = torch.nn.Parameter(torch.zeros(size)), options
+
+    def forward(self, lengths, observed=None, covariates=None):
+        return self.options["forward"](self, covariates)
+
+
+@pytest.mark.parametrize(("forward", "words"), [
+    (lambda own, covariates: covariates.shape, "'NoneType' object has no attribute 'shape'"),
+    (lambda own, covariates: own.nothing, "'Own' object has no attribute 'nothing'"),
+    (lambda own, covariates: HMM(own.loc, own.loc).nothing, r"HMM.__init__\(log.*missing .* 'emi"),
+    (lambda own, covariates: covariates + own.loc, r"unsupported operand type"),
+])  # fmt: skip
+@pytest.mark.parametrize("fit", [fit_em, lambda m, d, **o: fit_map(MarginalModel(m), d, **o)])
+def test_errors_of_a_users_model_are_his(fit, forward, words):
+    own = Own(2, labels=["a"], forward=forward)
+    with pytest.raises((AttributeError, TypeError), match=words) as caught:
+        fit(own, data(), num_iterations=3, tolerance=None)
+    assert any(entry.name == "<lambda>" for entry in caught.traceback)
+    assert own.options["labels"] == ["a"]
 
 
 def test_arrays_become_tensors_at_the_doors():

@@ -64,7 +64,7 @@ class Design:
     def __getitem__(self, part: str) -> Columns:
         """Covariate columns of a part of the model, by its name in :func:`formulas`."""
         about = self.parts[part]
-        design = tree_map(lambda x: float(f"{x:.6g}") if isinstance(x, float) else x, about)
+        design = tree_map(lambda x: float(f"{x:.6g}") if isinstance(x, float) else x, _plain(about))
         names = tuple(design["columns"])
         return Columns(names, tuple(map(self.names.index, names)), design)
 
@@ -88,13 +88,18 @@ class Design:
         found = dict.fromkeys(self.names, np.zeros(len(frame))) | self._read(frame, *parts)
         return np.stack(list(found.values()), -1)
 
-    def table(self, frame: Frame) -> dict[str, Any]:
-        """Columns of a table and of its design matrix, by name.
+    def table(self, frame: Frame) -> Frame:
+        """The table with the columns of its design matrix: a DataFrame as it was, or a dict.
 
         For ``Sequences.from_dataframe(design.table(frame), covariates=design.names, ...)``.
         """
-        frame = _pandas(frame)
-        return {name: frame[name] for name in frame.columns} | self._read(frame)
+        table = _pandas(frame)
+        found = self._read(table)
+        if table is frame:
+            return frame.assign(**found)
+        if hasattr(frame, "with_columns"):  # of polars
+            return frame.with_columns(type(frame)(found).get_columns())
+        return {name: table[name] for name in table.columns} | found
 
     def _read(self, frame: Any, *parts: str) -> dict[str, np.ndarray]:
         found: dict[str, np.ndarray] = {}
@@ -136,7 +141,7 @@ def formulas(frame: Frame, **parts: str) -> Design:
     found: dict[str, dict[str, Any]] = {}
     for part, text in parts.items():
         try:
-            _check_times(text, table)
+            _check_read(text, table)
             matrix = formulaic.model_matrix(text, table, context=_terms(), na_action="ignore")
         except Exception as error:
             raise ValueError(f"formula of {part}, {text!r}: {error}") from error
@@ -148,19 +153,22 @@ def formulas(frame: Frame, **parts: str) -> Design:
         spec = matrix.model_spec
         about = {"formula": text, "columns": [*matrix.columns], "state": spec.transform_state}
         coded = spec.encoder_state.items()
-        about["levels"] = {n: x["categories"] for n, (_, x) in coded if "categories" in x}
-        found[part] = tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, about)
+        about["levels"] = {n: list(x["categories"]) for n, (_, x) in coded if "categories" in x}
+        found[part] = tree_map(lambda x: x.item() if isinstance(x, np.number) else x, about)
         _check_rank(part, _columns_of(part, found[part], table))
     return Design(found)
 
 
-def _check_times(text: str, table: Any) -> None:
-    """Raise if a formula reads a column of dates or durations as it is."""
+def _check_read(text: str, table: Any) -> None:
+    """Raise if a formula reads a column of dates or durations as it is, or of missing values."""
     text = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)  # what is inside a string names nothing
     for name in table.columns:
-        named = re.search(rf"\b{re.escape(str(name))}\b(?!\.)", text)
-        if named and table[name].dtype.kind in "mM":
+        if not re.search(rf"\b{re.escape(str(name))}\b(?!\.)", text):
+            continue
+        if table[name].dtype.kind in "mM":
             raise ValueError(f"column {name!r} holds times: make a number of it, as .dt.hour does.")
+        if table[name].dtype != float and table[name].isna().any():  # numbers are seen afterwards
+            raise ValueError(f"column {name!r} has missing values. Drop these rows, or fill them.")
 
 
 def cyclic(values: Any, period: float, order: int = 1) -> Any:
@@ -226,7 +234,11 @@ def _pandas(frame: Frame) -> Any:
     if isinstance(frame, pandas.DataFrame):
         return frame
     names = frame if isinstance(frame, Mapping) else getattr(frame, "column_names", frame.columns)
-    return pandas.DataFrame({name: to_series(frame[name]) for name in names})
+    columns = {name: to_series(frame[name]) for name in names}
+    for name in names:
+        if type(getattr(frame[name], "dtype", None)).__name__ == "Enum":  # its levels have an order
+            columns[name] = pandas.Categorical(columns[name], list(frame[name].dtype.categories))
+    return pandas.DataFrame(columns)
 
 
 def _columns_of(part: str, known: dict[str, Any], frame: Any) -> dict[str, np.ndarray]:
@@ -237,10 +249,12 @@ def _columns_of(part: str, known: dict[str, Any], frame: Any) -> dict[str, np.nd
     spec = imported("formulaic").ModelSpec(known["formula"], na_action="ignore", **state)
     with warnings.catch_warnings(action="error"):  # of a level that was not there
         try:
+            _check_read(known["formula"], frame)
             matrix = spec.get_model_matrix(frame, context=_terms())
         except Exception as error:
             raise ValueError(f"the table does not fit the formula of {part}: {error}") from error
-    if [*matrix.columns] != known["columns"] or matrix.model_spec.transform_state != known["state"]:
+    here, there = map(_plain, (matrix.model_spec.transform_state, known["state"]))
+    if [*matrix.columns] != known["columns"] or here != there:
         text = f"columns of {part} must be {', '.join(known['columns'])}, as in the first table"
         raise ValueError(f"{text}; got {', '.join(matrix.columns)}. Give columns of the same kind.")
     values = {name: np.asarray(matrix[name], dtype=float) for name in matrix.columns}
@@ -249,6 +263,11 @@ def _columns_of(part: str, known: dict[str, Any], frame: Any) -> dict[str, np.nd
         text = f"covariates of {part} have missing values: {', '.join(lost) or 'rows'}"
         raise ValueError(f"{text}. Drop these rows, or fill them.")
     return values
+
+
+def _plain(state: Any) -> Any:
+    """A nested state with lists for its arrays, to compare it."""
+    return tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, state)
 
 
 def _check_rank(part: str, columns: dict[str, np.ndarray]) -> None:

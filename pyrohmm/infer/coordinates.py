@@ -22,6 +22,7 @@ from torch.distributions.transforms import (
 from torch.nn.functional import pad
 
 BOUNDARY = 1e-7  # probabilities, counts and shares of the largest rate below this count as zero
+POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 AT_LEAST = constraints.greater_than_eq
 IDENTITY, LOG, LOGIT = AffineTransform(0.0, 1.0), ExpTransform().inv, SigmoidTransform().inv
 

@@ -23,12 +23,13 @@ from ..distributions.sparse import interior
 from ..nn.base import PYRO, HMMModule
 from ..nn.closed_form import under, with_priors
 from ..nn.tabular import SharedRows
+from .coordinates import POINT
 from .descent import MINIBATCHES, FitOptions, Settings
 from .models import EnumeratedModel, MarginalModel, exclusive, to_model_device
 from .objective import is_enumerated, latent_sites, trace_of_batchable
 from .parameters import Values, check_start, fitted_in, set_point
 from .plates import Point, check_events, narrow
-from .results import POINT, WINDOW, Fit, Restarts
+from .results import WINDOW, Fit, Restarts
 from .starts import by_kmeans, seen_by
 from .training import train
 

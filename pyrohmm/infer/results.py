@@ -27,7 +27,7 @@ from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
 from ..ops.backends import advise_numba
 from .bands import Bands, predictions
-from .coordinates import columns_of
+from .coordinates import POINT, columns_of
 from .descent import Validation
 from .models import to_model_device
 from .objective import site_losses
@@ -43,7 +43,6 @@ from .plates import (
 from .replicates import Bootstrap, bootstrap, match_states, profile_interval
 from .uncertainty import Covariance, Information, NoMaximum, entry_names
 
-POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 SLOW = 10.0  # seconds
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
@@ -533,7 +532,7 @@ class Fit:
             except ValueError as error:
                 parts = {name: {"estimate": value} for name, value in self.parameters.items()}
                 columns = columns_of(parts, entry_names(self.model))
-                columns |= {name: [math.nan] * len(columns["estimate"]) for name in COLUMNS[1:]}
+                columns |= {name: [math.nan] * len(columns["parameter"]) for name in COLUMNS[1:]}
                 rows = [*formatted(columns), f"no standard errors: {error}"]
             text += ["", *rows]
         return "\n".join(text)
@@ -604,7 +603,7 @@ def check_fit(fit: object) -> None:
 
 def formatted(columns: Mapping[str, list]) -> list[str]:
     """Format the rows of a table as lines of text; "-" for what is not a number."""
-    wide = max(len(name) for name in columns["parameter"])
+    wide = max((len(name) for name in columns["parameter"]), default=0)
     rows = [["", *list(columns)[1:]]]
     for name, *rest in zip(*columns.values()):
         rows.append([name, *("-" if math.isnan(x) else f"{x:.4g}" for x in rest)])

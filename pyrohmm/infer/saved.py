@@ -68,7 +68,7 @@ def _code(fit: Fit) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
     state = {n: part.state_dict() for n, part in code.items() if isinstance(part, nn.Module)}
     if fit.method != "Laplace":  # whose points are all in its parameters
         state["params"] = outside_modules(fit.params, fit.model, fit.guide)["params"]
-    held = {name: getattr(part, "module", None) or part for name, part in code.items()}
+    held = code | {"model": getattr(fit.model, "module", None) or fit.model}
     return state, {f"class of {name}": type(part).__qualname__ for name, part in held.items()}
 
 

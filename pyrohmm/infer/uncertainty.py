@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
+from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 from torch.nn.functional import hardshrink
@@ -20,7 +21,7 @@ from .._checks import check_share
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
-from .coordinates import IDENTITY, LOG, Coordinates, Packing, names_of
+from .coordinates import IDENTITY, LOG, POINT, Coordinates, Packing, names_of
 from .models import EnumeratedModel, MarginalModel, to_model_device
 from .objective import APART, check_copies, log_joint, num_copies
 from .plates import hmm_at, in_plate, pieces_of, wide
@@ -488,5 +489,12 @@ def entry_names(model: Any) -> dict[str, list[str]]:
 
 
 def doubled(model: Any) -> Any:
-    """A copy of a module in double precision; functions as they are."""
-    return copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
+    """A copy of a module in double precision, of PyroParams alone; functions as they are."""
+    if not isinstance(model, torch.nn.Module):
+        return model
+    model = copy.deepcopy(model).double()
+    for part in model.modules():
+        for name, value in list(part._parameters.items()) if isinstance(part, PyroModule) else ():
+            if not (value is None or name.endswith(POINT)):  # a plain one, which takes no values
+                setattr(part, name, PyroParam(value.detach()))
+    return model

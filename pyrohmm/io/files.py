@@ -35,7 +35,6 @@ from pyro.nn import PyroModule
 from pyro.poutine import Trace
 from torch import Tensor, nn
 from torch.distributions.utils import lazy_property
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from .._checks import check_kind
 from ..data.parts import Parts
@@ -252,7 +251,7 @@ def _check_replaceable(target: Path) -> None:
 
 SECONDS = 10.0  # between two saves, or
 REST = 19.0  # times what the last one took, if that is more: saves take 5 % of the time at most
-FIT_VERSION = 10  # of what fits save
+FIT_VERSION = 11  # of what fits save
 CURE = "Choose another file, or delete it to start afresh."
 
 
@@ -379,25 +378,34 @@ class Checkpoint:
             generator.set_state(numbers)
 
 
+NESTED: dict[str, Any] = {"dict": dict, "OrderedDict": dict, "list": list, "tuple": tuple}
+
+
 def pack(state: Any, tensors: dict[str, Tensor]) -> Any:
-    """Flatten a nested state: numbers and structure for JSON, tensors put into ``tensors``."""
-    leaves, form = tree_flatten(state)
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            tensors[str(number)], leaves[number] = leaf, None
-        elif leaf is not None and not isinstance(leaf, bool | int | float | str):
-            raise TypeError(
-                f"a file can hold tensors, numbers and text; got {type(leaf).__name__}. Choose an "
-                "optimizer and a schedule whose state_dict(), or factors whose levels are no more."
-            )
-    return [leaves, treespec_dumps(form)]
+    """Nested dicts, lists and tuples as plain data for JSON; arrays are put into ``tensors``."""
+    if state is None or isinstance(state, bool | int | float | str):
+        return state
+    if isinstance(state, Tensor | np.ndarray):
+        name = str(len(tensors))
+        tensors[name] = torch.as_tensor(state)
+        return {"tensor" if isinstance(state, Tensor) else "array": name}
+    if (kind := type(state).__name__) not in NESTED:
+        raise TypeError(
+            f"a file can hold tensors, numbers and text; got {kind}. Choose an optimizer whose "
+            "state_dict() holds no more; of levels of a factor make text by .astype(str)."
+        )
+    parts = state.items() if isinstance(state, dict) else state
+    return {kind: [pack(part, tensors) for part in parts]}
 
 
 def unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """Restore a nested state from JSON structure and tensors."""
-    leaves, form = packed
-    both = [tensors.get(str(number), leaf) for number, leaf in enumerate(leaves)]
-    return tree_unflatten(both, treespec_loads(form))
+    """Restore what :func:`pack` has made plain."""
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, held),) = packed.items()
+    if kind in NESTED:
+        return NESTED[kind](unpack(part, tensors) for part in held)
+    return tensors[held].numpy() if kind == "array" else tensors[held]
 
 
 LONGEST = 200  # characters of a value in an error

@@ -195,7 +195,8 @@ def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 @describe.register
 def _(design: Design) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Of a design: plain data; its formulas are kept for comparison, as calls of functions."""
-    return {}, {"kind": "formulas", "parts": pack(design.parts, {})}
+    tensors: dict[str, Tensor] = {}
+    return tensors, {"kind": "formulas", "parts": pack(design.parts, tensors)}
 
 
 def load_formulas(directory: FilePath, **parts: str) -> Design:
@@ -203,7 +204,7 @@ def load_formulas(directory: FilePath, **parts: str) -> Design:
 
     Args:
         directory: Where ``save(design, directory)`` has put it.
-        **parts: The formulas, as they were given to :func:`formulas`.
+        **parts: The formulas, as they were given to :func:`formulas`; white space may differ.
 
     Raises:
         FileNotFoundError: If nothing was saved there.
@@ -217,10 +218,21 @@ def load_formulas(directory: FilePath, **parts: str) -> Design:
         >>> design.matrix({"dose": [2.0], "sex": ["m"]})
         array([[1., 0., 1.]])
     """
-    found = unpack(read_directory(directory, "formulas")[1]["parts"], {})
-    there = {name: repr(part["formula"]) for name, part in found.items()}
-    check_same(directory, there, {name: repr(text) for name, text in parts.items()}, "the call")
-    return Design(found)
+    tensors, meta = read_directory(directory, "formulas")
+    kept = {"columns": list, "state": dict, "levels": dict}
+    try:
+        found = unpack(meta["parts"], tensors)
+        there = {name: "".join(part["formula"].split()) for name, part in found.items()}
+        design = Design({
+            name: {"formula": parts.get(name)} | {key: kept[key](part[key]) for key in kept}
+            for name, part in found.items()
+        })  # fmt: skip
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        text = f"{Path(directory) / TENSORS} does not describe a design"
+        raise ValueError(f"{text}: {error!r}") from error
+    here = {name: "".join(text.split()) for name, text in parts.items()}
+    check_same(directory, there, here, "the call")
+    return design
 
 
 def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:

@@ -8,7 +8,8 @@ import oracle
 import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical, Normal
+from pyro.distributions import Categorical, Normal, Poisson
+from pyro.nn import PyroModule
 from scipy import stats
 from torch.distributions import constraints
 
@@ -16,6 +17,8 @@ from pyrohmm import (
     HMM,
     ContinuousTimeHMM,
     EnumeratedModel,
+    HMMModule,
+    MarginalModel,
     RegressionHMM,
     Sequences,
     TabularContinuousTimeHMM,
@@ -123,6 +126,43 @@ def test_both_forms_of_a_model_and_points_without_priors_agree():
     torch.testing.assert_close(points.std_errors(data), errors, rtol=1e-2, atol=1e-3)
     fit.model = EnumeratedModel(fit.model.module)
     torch.testing.assert_close(fit.std_errors(data), errors)
+
+
+class Seasonal(HMMModule):
+    """Counts of one state, whose rate follows a covariate."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = PyroModule[torch.nn.Linear](1, 1) if linear else None
+        if linear:
+            torch.nn.init.zeros_(self.linear.weight)
+        else:
+            self.level = torch.nn.Parameter(torch.zeros(1))
+            self.slope = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, lengths, observed=None, covariates=None):
+        one, linear = torch.zeros(1), self.linear
+        rate = linear(covariates) if linear else self.level + self.slope * covariates
+        return HMM(one, one[None], Poisson(rate.exp()), lengths, observed, emission_per_step=True)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_plain_parameters_have_the_errors_of_a_regression(linear):
+    """Inverse Fisher information of a Poisson regression, by hand."""
+    season = torch.arange(60.0).sin().unsqueeze(-1)
+    counts = np.random.default_rng(0).poisson((1 + season[:, 0]).exp().numpy())
+    data = Sequences.from_list([torch.as_tensor(counts).float()], covariates=[season])
+    fit = fit_map(MarginalModel(Seasonal(linear)), data, num_iterations=500, tolerance=1e-9)
+    part = fit.model.module.linear if linear else fit.model.module
+    names = ("bias", "weight") if linear else ("level", "slope")
+    level, slope = (getattr(part, name).detach().double() for name in names)
+    columns = torch.cat([torch.ones(60, 1), season], 1).double()
+    rate = (level + columns[:, 1:] @ slope.view(1, 1)).exp()
+    errors = torch.linalg.inv(columns.mT @ (rate * columns)).diagonal().sqrt()
+    found = fit.std_errors(data)
+    found = [found[f"module.{'linear.' if linear else ''}{name}"].item() for name in names]
+    torch.testing.assert_close(torch.tensor(found).double(), errors, rtol=1e-6, atol=0)
+    assert f"{names[0]}" in str(fit.summary(data))
 
 
 def test_a_model_written_in_pyro():

@@ -1,5 +1,7 @@
 """A design comes back from its file with the numbers and levels of the first table."""
 
+import json
+
 import numpy as np
 import pyro
 import pytest
@@ -18,6 +20,7 @@ from pyrohmm import (
     regression,
     save,
 )
+from pyrohmm.io.files import write_directory
 
 random = np.random.default_rng(0)
 FIRST = DataFrame({
@@ -53,9 +56,9 @@ def test_a_loaded_design_has_the_columns_of_the_first_table(tmp_path):
 
 def test_formulas_are_code_that_no_file_gives(tmp_path):
     save(formulas(FIRST, loc="~ x"), tmp_path / "design")
-    with pytest.raises(ValueError, match=r"loc is '~ x' in the file, '~ n' in the call"):
+    with pytest.raises(ValueError, match="loc is ~x in the file, ~n in the call"):
         load_formulas(tmp_path / "design", loc="~ n")
-    with pytest.raises(ValueError, match=r"loc is '~ x' in the file, not in the call"):
+    with pytest.raises(ValueError, match="loc is ~x in the file, not in the call"):
         load_formulas(tmp_path / "design")
     times = FIRST.assign(day=Categorical(np.array(["2024-01-01", "2024-01-02"] * 25, "M8[D]")))
     with pytest.raises(TypeError, match="got Timestamp"):
@@ -114,3 +117,52 @@ def test_a_fit_is_refused_in_a_design_of_another_formula(tmp_path):
     other, there = regressed(formulas(FIRST, rate="~ x + hour"), FIRST)
     with pytest.raises(ValueError, match=r"names is \['Intercept', 'x', 'age'\] in the file, \["):
         load_fit(tmp_path / "fit", other, there)
+
+
+def test_a_state_of_arrays_comes_back(tmp_path):
+    texts = {f: f"~ {f}(age, df=4, constraints='center') - 1" for f in ("cr", "cs", "cc")}
+    design = formulas(FIRST, **texts)
+    save(design, tmp_path / "design")
+    loaded = load_formulas(tmp_path / "design", **texts)
+    rows = design.matrix(FIRST)
+    np.testing.assert_allclose(rows.mean(0), 0, atol=1e-12)  # centred there, and not in NEXT
+    for each in (design, loaded):
+        np.testing.assert_allclose(each.matrix(NEXT), rows[NEXT.index], rtol=1e-9, atol=1e-12)
+
+
+def test_white_space_of_formulas_may_differ(tmp_path):
+    save(formulas(FIRST, loc="~ center(x)+n"), tmp_path / "design")
+    loaded = load_formulas(tmp_path / "design", loc="~center( x )\n  + n")
+    np.testing.assert_allclose(
+        loaded.matrix(NEXT), formulas(FIRST, loc="~ center(x) + n").matrix(NEXT)
+    )
+
+
+def test_a_design_names_no_code(tmp_path, monkeypatch):
+    """Formats that can name a class or a function would import a module and call it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_module_of_the_file.py").write_text("raise SystemExit('imported')")
+    leaf = {"type": None, "context": None, "children_spec": []}
+    context = {
+        "default_factory_module": "a_module_of_the_file", "default_factory_name": "f",
+        "dict_context": ["columns"],
+    }  # fmt: skip
+    tree = {"type": "collections.defaultdict", "context": context, "children_spec": [leaf]}
+    spec = {"type": "builtins.dict", "context": json.dumps(["loc"]), "children_spec": [tree]}
+    state = {"dict": []}
+    pairs = ("formula", "~ x"), ("columns", {"list": ["x"]}), ("state", state), ("levels", state)
+    right = {"dict": [{"tuple": list(pair)} for pair in pairs]}
+    for parts in (
+        [["x"], json.dumps([1, spec])], {"collections.defaultdict": [["loc", right]]}, None, 3,
+        {}, {"dict": [["loc", 3]]}, {"dict": [["loc", {"dict": []}]]}, {"tensor": "none"},
+        {"dict": [[{"list": []}, right]]}, {"dict": [["loc"]]}, {"list": [right]},
+    ):  # fmt: skip
+        write_directory(tmp_path / "design", {}, {"kind": "formulas", "parts": parts})
+        with pytest.raises(ValueError, match="does not describe a design"):
+            load_formulas(tmp_path / "design", loc="~ x")
+    write_directory(
+        tmp_path / "design",
+        {},
+        {"kind": "formulas", "parts": {"dict": [{"tuple": ["loc", right]}]}},
+    )
+    assert load_formulas(tmp_path / "design", loc="~ x").names == ["x"]

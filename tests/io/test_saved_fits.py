@@ -9,6 +9,7 @@ import pytest
 import torch
 from pyro.distributions import Delta, Exponential, Normal, Poisson
 from pyro.infer.autoguide import (
+    AutoDelta,
     AutoLowRankMultivariateNormal,
     AutoMultivariateNormal,
     AutoNormal,
@@ -257,6 +258,15 @@ def test_new_data_do_for_loading_where_priors_do_not_follow_them(tmp_path):
     save(svi(tabular(), DATA), tmp_path / "flat")
     with pytest.raises(ValueError, match=r"unit of the data, .* Give the sequences"):
         load_fit(tmp_path / "flat", tabular(), Sequences.from_list([[100.0, 900.0, 40.0]]))
+
+
+def test_a_guide_of_one_point_is_built_anew(tmp_path):
+    pyro.set_rng_seed(0)
+    fit = svi(tabular(), DATA, AutoDelta)
+    save(fit, tmp_path / "fit")
+    loaded = load_fit(tmp_path / "fit", tabular(), DATA)
+    assert type(loaded.guide) is AutoDelta
+    assert loaded.score(DATA) == fit.score(DATA)
 
 
 def test_the_hmm_of_a_fit_is_in_its_file_if_there_is_one(tmp_path):

@@ -545,6 +545,54 @@ def test_hours_of_a_table_of_polars_are_local():
     assert list(design.table(frame)["day"]) == list(days)
 
 
+@pytest.mark.parametrize("make", [lambda x: x, polars.from_pandas])
+def test_states_of_a_design_come_back_to_the_rows_of_its_table(make):
+    """Whatever its index, as of a table that was sorted and filtered."""
+    frame = pd.DataFrame(
+        {"x": np.arange(40) * 7.0 % 40, "dose": np.arange(40) % 3.0, "t": range(40)}
+    )
+    frame = frame.sort_values("x")[5:35]
+    design, given = formulas(frame, loc="~ center(dose)"), make(frame)
+    table = design.table(given)
+    assert type(table) is type(given)
+    assert list(table["dose"]) == list(frame["dose"])
+    np.testing.assert_allclose(table["center(dose)"], frame["dose"] - frame["dose"].mean())
+    data = Sequences.from_dataframe(
+        table, columns="x", covariates=design.names, time="t", gaps="ignore"
+    )
+    rows = data.to_dataframe(states=data.packed("values").long())
+    if given is frame:
+        assert list(frame.assign(state=rows["state"])["state"]) == list(frame["x"])
+        assert list(rows.index) == list(frame.index)
+    assert list(rows["state"]) == list(frame["x"])
+    assert isinstance(design.table(frame.to_dict("list")), dict)
+
+
+@pytest.mark.parametrize("table", [
+    {"s": ["a", None, "b"]}, {"s": [1, None, 3]}, {"s": [True, None, False]},
+    pd.DataFrame({"s": ["a", np.nan, "b"]}), pd.DataFrame({"s": pd.Categorical(["a", None, "b"])}),
+    pd.DataFrame({"s": pd.array([True, None, False], dtype="boolean")}),
+    pd.DataFrame({"s": pd.array([1, None, 2], dtype="Int64")}),
+    polars.DataFrame({"s": ["a", None, "b"]}), polars.DataFrame({"s": [True, None, False]}),
+    polars.DataFrame({"s": [1, None, 2]}),
+])  # fmt: skip
+def test_missing_values_of_a_formula_are_told_by_their_column(table):
+    with pytest.raises(ValueError, match=r"(column 's' has|of loc have) missing values.* Drop"):
+        formulas(table, loc="~ s")
+    names = [value for value in list(table["s"]) if pd.notna(value)] * 2
+    with pytest.raises(ValueError, match=r"(column 's' has|of loc have) missing values.* Drop"):
+        formulas({"s": names}, loc="~ s").matrix(table)
+    assert formulas({"s": [1, 2, 3], "t": [None] * 3}, loc="~ s").names == ["Intercept", "s"]
+
+
+def test_levels_of_an_enum_have_their_order():
+    levels = ["low", "mid", "high"]
+    column = polars.Series(["mid", "high", "low", "mid"], dtype=polars.Enum(levels))
+    design = formulas(polars.DataFrame({"dose": column}), loc="~ dose")
+    assert design.names == ["Intercept", "dose[T.mid]", "dose[T.high]"]
+    np.testing.assert_array_equal(design.matrix({"dose": ["high", "low"]}), [[1, 0, 1], [1, 0, 0]])
+
+
 def test_a_module_of_some_transitions_takes_its_own_state():
     allowed = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]]).bool()
     module = RegressionHMM(3, normal(0), transition=[0, 1], transition_allowed=allowed)
