@@ -52,7 +52,7 @@ LONG_FUNCTIONS: dict[str, str] = {
 }
 # Of modules lines of code count, so that none is split for the sake of its docstrings. Of the whole
 # package half is code, a quarter docstrings and the rest imports, decorators and space.
-MOST_LINES = {"module": 350, "class": 350, "function": 80, "package": 47_200}
+MOST_LINES = {"module": 350, "class": 350, "function": 80, "package": 47_260}
 
 
 def name_of(path):
