@@ -216,7 +216,7 @@ class PackedSequences:
         """Apply a function of sequences bucket by bucket; its results per step, packed ``(M, *)``.
 
         It is computed on ``buckets`` of similar length: where lengths differ much, memory and time
-        are those of the steps alone, not of padding. :meth:`to_dataframe` takes the result.
+        are those of the steps alone, not of padding. ``data.to_dataframe`` takes the result.
 
         Args:
             function: Takes ``Sequences``, and returns ``(N, T, *)``, of their steps.
