@@ -675,14 +675,16 @@ def name_of(part: Any) -> str:
 
 
 def _rounded(parameters: dict[str, Tensor], num_observed: int) -> list[str]:
-    r"""Remarks on means whose rounding costs :math:`n \epsilon^2 \mu^2 / 24 \sigma^2` nats."""
+    r"""Remarks on float32 means whose rounding costs :math:`n \epsilon^2 \mu^2 / 24 \sigma^2`."""
     notes = []
     for name, loc in parameters.items():
         variance = parameters.get(name.removesuffix("loc") + "variance")
         covariance = parameters.get(name.removesuffix("loc") + "covariance")
         if covariance is not None:
             variance = covariance.diagonal(dim1=-2, dim2=-1)
-        if name.endswith(".loc") and variance is not None and variance.shape == loc.shape:
+        if loc.dtype != torch.float32 or variance is None:
+            continue
+        if name.endswith(".loc") and variance.shape == loc.shape:
             share = (torch.finfo(loc.dtype).eps * loc).square() / variance / 24
             if num_observed * share.mean(0).sum() > ROUNDED:
                 text = f"{name} about {loc.abs().max():.6g} is rounded in {loc.dtype}, visibly"
