@@ -347,7 +347,9 @@ class ChainDistribution(CheckedCalls, OwnChecks):
             check_integers("values", values, SYMBOLS)
         elif not values.dtype.is_floating_point:
             values = as_numbers(values, first.dtype)
-        batch = check_broadcast({"values": outer, "HMM": self.batch_shape}, _others(self))
+        batch = self.batch_shape  # the usual case
+        if outer != batch:
+            batch = check_broadcast({"values": outer, "HMM": batch}, _others(self))
         if self._shortest < self._longest:
             self.refuse_one_series(outer)
         if len(batch) > len(outer):
